@@ -1,0 +1,46 @@
+"""Set-up that all tests share: where JAX runs, GPU skips, and how hypothesis searches."""
+
+import functools
+import os
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile(
+    # An example with a new shape compiles: its time says nothing, and a few have to suffice. In CI
+    # the same commit has to give the same verdict.
+    "flashjax",
+    deadline=None,
+    max_examples=25,
+    derandomize=bool(os.environ.get("CI")),
+)
+hypothesis.settings.load_profile("flashjax")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose JAX's platform before any test module imports JAX."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "--xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4".strip()
+    if config.getoption("markexpr") == "gpu" or os.environ.get("FLASHJAX_TEST_GPU") == "1":
+        # pytest-xdist's workers share the GPU: none may take three quarters of it at its start.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+@functools.cache
+def gpu_fault() -> str | None:
+    """Why the tests marked `gpu` cannot run, or None."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return "runs with FLASHJAX_TEST_GPU=1 or -m gpu"
+    import jax
+
+    platforms = {device.platform for device in jax.devices()}
+    return None if "gpu" in platforms else f"no GPU: JAX sees {', '.join(sorted(platforms))}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") and (reason := gpu_fault()):
+        pytest.skip(reason)
