@@ -9,6 +9,13 @@ whose reference cancels to 0 (dQ of a causal row 0, dBias of a bias that is cons
 columns), would refuse an implementation that rounds the same sums in another order. So E is not
 allowed to be less than `EXPECTED` × the standard deviation that those very roundings give the row,
 which tests/spread.py derives to first order from the float64 values. Nothing else is added.
+
+Measured over 6 other orders of the sums (summed in sequence, head dims permuted, exp2, P normalised
+first, Δ from P, scale folded into dS), 12 seeds, 5 shapes, about 170,000 rows a dtype. Without the
+floor 1e-4 to 8e-4 of the rows of bf16 and fp16, 1e-3 to 4e-2 of those of float32, and a tenth of the
+rows of dBias fall outside. With it none does; the nearest comes to 0.76 of its bound. With
+`EXPECTED` = 1 float32 rows still fall outside (1.4 × the bound). In a typical row of bf16 the floor
+is 1.3 × the baseline's error, in float32 3.6 ×.
 """
 
 from collections.abc import Mapping
