@@ -10,14 +10,15 @@ columns), would refuse an implementation that rounds the same sums in another or
 allowed to be less than `EXPECTED` × the standard deviation that those very roundings give the row,
 which tests/spread.py derives to first order from the float64 values. Nothing else is added.
 
-Measured over 6 other orders of the sums (summed in sequence, head dims permuted, exp2, P normalised
-first, Δ from P, scale folded into dS), 12 seeds, 5 shapes, about 170,000 rows a dtype. Without the
-floor 1e-4 to 8e-4 of the rows of bf16 and fp16, 1e-3 to 4e-2 of those of float32, and a tenth of the
-rows of dBias fall outside. With it none does; the nearest comes to 0.76 of its bound. With
-`EXPECTED` = 1 float32 rows still fall outside (1.4 × the bound). In a typical row of bf16 the floor
-is 1.3 × the baseline's error, in float32 3.6 ×.
+Measured over 6 other orders of the sums (in sequence, head dims permuted, exp2, P normalised first,
+Δ from P, scale folded into dS), 12 seeds, 5 shapes, about 170,000 rows a dtype. Without the floor
+1e-4 to 8e-4 of the rows of bf16 and fp16, 1e-3 to 4e-2 of those of float32 and a tenth of the rows
+of dBias fall outside. With it none does; the nearest comes to 0.76 of its bound. With `EXPECTED` =
+1 float32 rows still fall outside, at 1.4 × the bound. In a typical row the floor is 1.3 × the
+baseline's error in bf16, 3.6 × in float32.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,45 +43,47 @@ TILE = 128
 EXPECTED = 2.0
 
 
-def check(
-    actual: Mapping[str, Array],
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    d_out: Array | None = None,
-    d_lse: Array | None = None,
-    **options: Any,
-) -> None:
-    """Holds every result in `actual` against the oracle: "out", "lse" and names of gradients.
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """What one call should give, by name: "out", "lse", and the operands' gradients."""
 
-    Gradients need the cotangents `d_out` (and `d_lse`, else zeros). Options as `Problem.of`'s.
-    """
-    dtype = query.dtype
-    reference = dict(
-        zip(("out", "lse"), oracle.attention(query, key, value, **options), strict=True)
-    )
-    if d_out is None:
-        d_out = np.zeros(reference["out"].shape, dtype)
-    if d_lse is None:
-        d_lse = np.zeros(reference["lse"].shape, np.float32)
-    if not actual.keys() <= reference.keys():
-        reference |= oracle.gradients(query, key, value, d_out, d_lse, **options)
-    work = np.float64 if dtype == np.float64 else np.float32
-    expected = baseline(Problem.of(query, key, value, **options, work=work), dtype, d_out, d_lse)
-    deviations = spread(
-        Problem.of(query, key, value, **options, work=np.float64), dtype, d_out, d_lse
-    )
-    for name, array in actual.items():
-        assert_close(
-            name,
-            array,
-            reference[name],
-            expected[name],
-            array.dtype,
-            FACTORS.get(name, 3.0),
-            EXPECTED * deviations[name],
-        )
+    reference: Mapping[str, Array]
+    baseline: Mapping[str, Array]
+    floor: Mapping[str, Array]
+
+    @classmethod
+    def of(
+        cls,
+        query: Array,
+        key: Array,
+        value: Array,
+        d_out: Array,
+        d_lse: Array,
+        **options: Any,
+    ) -> "Judge":
+        """Options as `Problem.of`'s."""
+        inputs, cotangents, dtype = (query, key, value), (d_out, d_lse), query.dtype
+        results = oracle.attention(*inputs, **options)
+        reference = dict(zip(("out", "lse"), results, strict=True))
+        reference |= oracle.gradients(*inputs, *cotangents, **options)
+        work = np.float64 if dtype == np.float64 else np.float32
+        drawn = baseline(Problem.of(*inputs, **options, work=work), dtype, *cotangents)
+        wide = Problem.of(*inputs, **options, work=np.float64)
+        floor = {name: EXPECTED * x for name, x in spread(wide, dtype, *cotangents).items()}
+        return cls(reference, drawn, floor)
+
+    def hold(self, results: Mapping[str, Array], *names: str) -> None:
+        """Refuses `results`, or those of `names`, if a row lies outside the bound."""
+        for name in names or results:
+            assert_close(
+                name,
+                results[name],
+                self.reference[name],
+                self.baseline[name],
+                results[name].dtype,
+                FACTORS.get(name, 3.0),
+                self.floor[name],
+            )
 
 
 def assert_close(
@@ -152,11 +155,11 @@ def baseline(
         d_k += d_z[:, :, rows].swapaxes(2, 3) @ x.q[:, :, rows]
         d_v += dropped[:, :, rows].swapaxes(2, 3) @ x.d_out[:, :, rows]
     results = {
-        "out": by_position(out, 1),
+        "out": by_position(out, 1).astype(dtype),
         "lse": lse.transpose(0, 2, 1),
-        "query": by_position(low(problem.scale * d_q), 1),
-        "key": low(by_position(problem.scale * d_k, problem.groups)),
-        "value": low(by_position(d_v, problem.groups)),
+        "query": by_position(problem.scale * d_q, 1).astype(dtype),
+        "key": by_position(problem.scale * d_k, problem.groups).astype(dtype),
+        "value": by_position(d_v, problem.groups).astype(dtype),
     }
     if problem.sinks is not None:
         results["sinks"] = -(sink_weight(problem.sinks, lse) * delta).sum((0, 2))
