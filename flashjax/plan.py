@@ -1,0 +1,188 @@
+"""From a ``Spec`` and a device to a backend and its tile sizes, forward and backward apart.
+
+This is the only place that asks which device the call runs on, and what ``explain`` prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+from jax import lax
+
+from flashjax import chunked
+from flashjax.backend import Backend, Config, Device, OtherDevice
+from flashjax.spec import Operands, Spec
+
+IMPLEMENTATIONS = ("mosaic", "triton", "xla", "reference", "cudnn")
+
+# Best first. A backend is loaded when a call may use it: Mosaic GPU alone costs 0.4 s to import.
+BACKENDS: dict[str, Callable[[], Backend]] = {"xla": lambda: chunked.BACKEND}
+UNBUILT = {
+    "mosaic": "the Mosaic GPU kernels are not part of this version of flashjax",
+    "triton": "the Triton kernels are not part of this version of flashjax",
+}
+
+Direction = Literal["forward", "backward"]
+
+
+class FlashjaxFallbackWarning(UserWarning):
+    """A call fell from a kernel that this device has to a slower implementation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One direction's backend and tile sizes, and why better backends do not serve."""
+
+    implementation: str
+    config: Config
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.implementation}, tiles of {self.config} (rows × columns)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    device: Device
+    forward: Choice
+    backward: Choice
+
+    def __str__(self) -> str:
+        lines = [f"device: {self.device}"]
+        for direction in ("forward", "backward"):
+            choice: Choice = getattr(self, direction)
+            lines.append(f"{direction}: {choice}")
+            lines += [f"  not {name}: {reason}" for name, reason in choice.refused]
+        return "\n".join(lines)
+
+
+def current_device() -> Device:
+    """The abstract mesh's device, else ``jax_default_device``, else the default backend's."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        platform = abstract.platform or _platform_of(abstract.device_kind)
+        return _gpu(platform, abstract.device_kind, getattr(abstract, "compute_capability", None))
+    default = jax.config.jax_default_device
+    if isinstance(default, str):
+        default = jax.devices(default)[0]
+    return device_of(default if default is not None else jax.devices()[0])
+
+
+def device_of(device: jax.Device) -> Device:
+    return _gpu(device.platform, device.device_kind, getattr(device, "compute_capability", None))
+
+
+def _gpu(platform: str, kind: str, capability: Any) -> Device:
+    platform = "cuda" if platform == "gpu" and "AMD" not in kind else platform
+    return Device(platform, kind, str(capability) if capability else None)
+
+
+def _platform_of(kind: str) -> str:
+    return "cuda" if "NVIDIA" in kind else "cpu"
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(spec: Spec, implementation: str | None, device: Device) -> Plan:
+    """The plan of a call.
+
+    Raises:
+      NotImplementedError: `implementation` is named and cannot do the call.
+    """
+    return Plan(
+        device,
+        _choose(spec, implementation, device, "forward"),
+        _choose(spec, implementation, device, "backward"),
+    )
+
+
+def _choose(spec: Spec, implementation: str | None, device: Device, direction: Direction) -> Choice:
+    names = [implementation] if implementation else [*UNBUILT, *BACKENDS]
+    refused = []
+    for name in dict.fromkeys(names):
+        reason = refusal(name, spec, device)
+        if reason is None:
+            configs = BACKENDS[name]().configs(spec, device, backward=direction == "backward")
+            return Choice(name, configs[0], tuple(refused))
+        refused.append((name, reason))
+    name, reason = refused[-1]
+    raise NotImplementedError(
+        f"implementation={name!r} cannot do this call: {reason}. Pass implementation=None for the "
+        "best one that can, or 'xla', which does every call on any device."
+    )
+
+
+def refusal(name: str, spec: Spec, device: Device) -> str | None:
+    """Why the named backend cannot do the call; None if it can."""
+    if name not in BACKENDS:
+        return OtherDevice(UNBUILT[name])
+    return BACKENDS[name]().unsupported(spec, device)
+
+
+def warn_of_fallback(made: Plan) -> None:
+    """Warns, once per reason, where this device has a kernel that the call cannot use."""
+    for choice in (made.forward, made.backward):
+        for name, reason in choice.refused:
+            if not isinstance(reason, OtherDevice):
+                _warn_once(name, choice.implementation, str(reason))
+
+
+@functools.cache
+def _warn_once(name: str, instead: str, reason: str) -> None:
+    warnings.warn(
+        f"flashjax takes implementation {instead!r} instead of {name!r}: {reason}.",
+        FlashjaxFallbackWarning,
+        stacklevel=2,
+    )
+
+
+def run_forward(made: Plan, spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    def with_backend(backend: Backend, config: Config) -> Callable[..., Any]:
+        return functools.partial(backend.forward, spec, config)
+
+    return _on_platform(made.forward, spec, with_backend, "forward")(operands)
+
+
+def run_backward(
+    made: Plan,
+    spec: Spec,
+    operands: Operands,
+    lse: jax.Array,
+    delta: jax.Array,
+    d_out: jax.Array,
+) -> Operands:
+    def with_backend(backend: Backend, config: Config) -> Callable[..., Any]:
+        return functools.partial(backend.backward, spec, config)
+
+    return _on_platform(made.backward, spec, with_backend, "backward")(operands, lse, delta, d_out)
+
+
+def _on_platform(
+    choice: Choice,
+    spec: Spec,
+    bound: Callable[[Backend, Config], Callable[..., Any]],
+    direction: Direction,
+) -> Callable[..., Any]:
+    """The chosen backend on its platform, the chunked path on every other.
+
+    A call traced on a machine with a GPU thus still lowers for the CPU.
+    """
+    backend = BACKENDS[choice.implementation]()
+    chosen = bound(backend, choice.config)
+    if backend.platform is None:
+        return chosen
+    config = chunked.BACKEND.configs(spec, Device("cpu"), backward=direction == "backward")[0]
+    branches = {backend.platform: chosen}
+    return functools.partial(
+        lax.platform_dependent, default=bound(chunked.BACKEND, config), **branches
+    )
+
+
+def implementations(spec: Spec, device: Device) -> Iterator[tuple[str, str | None]]:
+    """Every backend's name with the reason why it cannot do the call, None if it can."""
+    for name in dict.fromkeys([*UNBUILT, *BACKENDS]):
+        yield name, refusal(name, spec, device)

@@ -1,0 +1,159 @@
+"""Score modifiers: elementwise functions of a logit, its row, column, batch and head.
+
+They act on ``scale · q·k + bias`` in float32 (float64 for float64 inputs) before any mask. The
+backward differentiates them inside the tile with ``jax.vjp``, so none carries a derivative.
+Gradients reach their arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flashjax.structure import (
+    POSITION_LIMIT,
+    At,
+    Dims,
+    Structure,
+    check_captures,
+    nested,
+    operand,
+    replace,
+    structure,
+)
+
+
+class Score(Structure):
+    """Base of score modifiers. ``a.then(b)`` applies `a` first."""
+
+    def apply(self, score: jax.Array, at: At) -> jax.Array:
+        """The new score; arrays on ``self`` hold their values on the tile."""
+        raise NotImplementedError
+
+    def then(self, after: Score) -> Score:
+        return Chain((self, after))
+
+
+@structure
+class Chain(Score):
+    """Score modifiers applied in order."""
+
+    parts: tuple[Score, ...] = nested()
+
+    @property
+    def uses_ids(self) -> bool:  # type: ignore[override]
+        return any(part.uses_ids for part in self.parts)
+
+    def apply(self, score: jax.Array, at: At) -> jax.Array:
+        return functools.reduce(lambda s, part: part.apply(s, at), self.parts, score)
+
+    def __repr__(self) -> str:
+        return " then ".join(map(repr, self.parts))
+
+
+@structure
+class SoftCap(Score):
+    """``cap · tanh(score / cap)``, as in Gemma 2 (arXiv:2408.00118, §2)."""
+
+    cap: Any = operand("scalar")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cap is None or (isinstance(self.cap, (int, float)) and not self.cap > 0):
+            raise ValueError(f"soft_cap(cap=…) is {self.cap!r}; wanted a number > 0, or no cap.")
+
+    def apply(self, score: jax.Array, at: At) -> jax.Array:
+        return self.cap * jnp.tanh(score / self.cap)
+
+
+def soft_cap(cap: float | jax.Array) -> Score:
+    """Keeps scores within ±cap smoothly. ``logits_soft_cap=cap`` says the same."""
+    return SoftCap(cap)
+
+
+@structure
+class Alibi(Score):
+    """``score − slope · |row + offset − column|`` per head (arXiv:2108.12409).
+
+    ``slopes`` (N,), by default the paper's: 2^(−8/N), 2^(−16/N), … for N a power of two, else
+    those of the next lower power and every second one of the next higher.
+    """
+
+    slopes: Any = operand("head", default=None)
+    offset: Any = operand("scalar", integer=True, default=0)
+
+    def aligned(self, dims: Dims) -> Self:
+        slopes = alibi_slopes(dims.heads) if self.slopes is None else self.slopes
+        new = super(Alibi, replace(self, slopes=slopes)).aligned(dims)
+        if isinstance(new.offset, int):
+            return new
+        offset = jnp.clip(new.offset, -POSITION_LIMIT, POSITION_LIMIT).astype(jnp.int32)
+        return replace(new, offset=offset)
+
+    def apply(self, score: jax.Array, at: At) -> jax.Array:
+        distance = jnp.abs(at.row + self.offset - at.column)
+        return score - self.slopes.astype(score.dtype) * distance.astype(score.dtype)
+
+
+def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
+    """The slopes of the ALiBi paper for any number of heads, float32 (heads,)."""
+    power = 2 ** int(np.log2(heads))
+    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
+    if power < heads:
+        finer = 2.0 ** (-4.0 * np.arange(1, 2 * power + 1, 2) / power)
+        slopes = np.concatenate([slopes, finer[: heads - power]])
+    return slopes.astype(np.float32)
+
+
+@structure
+class ScoreMod(Score):
+    """A user's function ``fn(score, row, column, batch, head, **arrays) -> score``, elementwise.
+
+    ``rows`` (T,) or (*batch, T), ``columns`` (S,) or (*batch, S), ``scalars`` () or (*batch,) and
+    ``heads`` (N,) are dicts of arrays that `fn` takes as keyword arguments, on the tile; float
+    ones get gradients. `fn` is compared by identity: define it once, outside the step function.
+    Where a mask hides an element, what `fn` gives there does not matter, NaN included.
+    """
+
+    fn: Callable[..., jax.Array]
+    rows: Any = operand("row", default_factory=dict)
+    columns: Any = operand("column", default_factory=dict)
+    scalars: Any = operand("scalar", default_factory=dict)
+    heads: Any = operand("head", default_factory=dict)
+
+    uses_ids = True
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(f"ScoreMod(fn=…) is {self.fn!r}; wanted a function.")
+        super().__post_init__()
+        for name in ("rows", "columns", "scalars", "heads"):
+            if not isinstance(getattr(self, name), dict):
+                raise TypeError(f"ScoreMod({name}=…) wants a dict of named arrays.")
+
+    def _named(self) -> dict[str, Any]:
+        return {**self.rows, **self.columns, **self.scalars, **self.heads}
+
+    def aligned(self, dims: Dims) -> Self:
+        new = super().aligned(dims)
+        score = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+        position = jax.ShapeDtypeStruct((2, 2), jnp.int32)
+        named = {
+            k: jax.ShapeDtypeStruct((2, 2), jnp.result_type(x)) for k, x in self._named().items()
+        }
+        out = check_captures(self.fn, (score, *[position] * 4), named)
+        if getattr(out, "shape", None) != (2, 2) or not jnp.issubdtype(out.dtype, jnp.floating):
+            raise TypeError(
+                f"ScoreMod(fn=…) returned {out} for a (2, 2) tile of float32 scores; wanted a float "
+                "array of the tile's shape: compute elementwise."
+            )
+        return new
+
+    def apply(self, score: jax.Array, at: At) -> jax.Array:
+        new = self.fn(score, at.row, at.column, at.batch, at.head, **self._named())
+        return new.astype(score.dtype)

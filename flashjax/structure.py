@@ -1,0 +1,282 @@
+"""Frozen pytrees with positional operands: the common base of mask terms and score modifiers.
+
+A structure is what a kernel compiles against: its type, its static fields, and the shapes and
+dtypes of its arrays. The values of its arrays are operands of the kernel. Hash and equality
+therefore look at the former and never at the latter.
+
+A field declared with :func:`operand` may hold an array. :meth:`Structure.aligned` brings each to
+the canonical rank 4, broadcastable to the logits (B, N, T, S); a backend then replaces each leaf by
+its values on one tile, and the structure's own elementwise method reads them off ``self``. So the
+same method serves the dense reference, the chunked path and every kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Self, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Kind = Literal["scalar", "head", "row", "column", "tile"]
+
+# Positions and lengths are int32 in every implementation. Values beyond this cannot be told apart
+# by any T or S, and sums of two of them still fit.
+POSITION_LIMIT = 2**30
+
+
+class At(NamedTuple):
+    """Where the elements of a tile lie: int32 arrays that broadcast to the tile's shape.
+
+    ``batch`` and ``head`` are None where the structure does not ask for them
+    (``Structure.uses_ids``). Batch numbers count the flattened batch dimensions, row-major.
+    """
+
+    row: jax.Array
+    column: jax.Array
+    batch: jax.Array | None = None
+    head: jax.Array | None = None
+
+
+class Dims(NamedTuple):
+    """The logits' dimensions as the user sees them: any number of batch dims, N, T, S."""
+
+    batch: tuple[int, ...]
+    heads: int
+    rows: int
+    columns: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocked:
+    """Values constant on blocks of ``block_rows`` × ``block_columns``: (B|1, N|1, nr, nc)."""
+
+    values: Any
+    block_rows: int = dataclasses.field(metadata={"static": True})
+    block_columns: int = dataclasses.field(metadata={"static": True})
+
+
+def is_blocked(x: Any) -> bool:
+    return isinstance(x, Blocked)
+
+
+def operand(kind: Kind, *, integer: bool = False, **kwargs: Any) -> Any:
+    """Declares a dataclass field whose value may be an array (or a dict of arrays) of `kind`."""
+    return dataclasses.field(metadata={"kind": kind, "integer": integer}, **kwargs)
+
+
+def nested(**kwargs: Any) -> Any:
+    """Declares a dataclass field that holds other structures."""
+    return dataclasses.field(metadata={"nested": True}, **kwargs)
+
+
+class Structure:
+    """Base of mask terms and score modifiers. Subclasses are declared with :func:`structure`."""
+
+    # True where the elementwise method reads At.batch or At.head.
+    uses_ids = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if "kind" in field.metadata:
+                where = f"{type(self).__name__}({field.name}=…)"
+                value = _as_operand(getattr(self, field.name), field.metadata["integer"], where)
+                object.__setattr__(self, field.name, value)
+
+    def aligned(self, dims: Dims) -> Self:
+        """The same structure with every array in canonical rank 4 for these logits."""
+        changed: dict[str, Any] = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if "nested" in field.metadata:
+                changed[field.name] = tuple(part.aligned(dims) for part in value)
+            elif "kind" in field.metadata and not _is_static(value):
+                kind, name = field.metadata["kind"], f"{type(self).__name__}.{field.name}"
+                if isinstance(value, dict):
+                    changed[field.name] = {
+                        key: align(array, kind, dims, f"{name}[{key!r}]")
+                        for key, array in value.items()
+                    }
+                else:
+                    changed[field.name] = align(value, kind, dims, name)
+        return replace(self, **changed)
+
+    def _signature(self) -> tuple[Any, ...]:
+        leaves, treedef = jax.tree.flatten(self)
+        return treedef, tuple((getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._signature() == other._signature()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self._signature())
+
+    def __repr__(self) -> str:
+        parts = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if not _equals_default(value, field):
+                parts.append(f"{field.name}={describe(value)}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+S = TypeVar("S", bound=Structure)
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(operand, nested))
+def structure(cls: type[S]) -> type[S]:
+    """Class decorator: a frozen dataclass that is a pytree of its arrays.
+
+    Python numbers and None in operand fields are static: ``Causal(offset=3)`` compiles the 3 in,
+    ``Causal(offset=jnp.int32(3))`` passes it as an operand.
+    """
+    new = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    fields = dataclasses.fields(new)  # type: ignore[arg-type]
+    dynamic = tuple(f.name for f in fields if "kind" in f.metadata or "nested" in f.metadata)
+    static = tuple(f.name for f in fields if f.name not in dynamic)
+
+    def flatten_with_keys(self: Any) -> tuple[Any, Any]:
+        values = [(name, getattr(self, name)) for name in dynamic]
+        children = [
+            (jax.tree_util.GetAttrKey(name), None if _is_static(v) else v) for name, v in values
+        ]
+        compiled_in = tuple(_Static(v) if _is_static(v) else None for _, v in values)
+        return children, (compiled_in, tuple(getattr(self, name) for name in static))
+
+    def unflatten(aux: Any, children: Any) -> Any:
+        self = object.__new__(new)
+        compiled_in, rest = aux
+        for name, child, fixed in zip(dynamic, children, compiled_in, strict=True):
+            object.__setattr__(self, name, child if fixed is None else fixed.value)
+        for name, value in zip(static, rest, strict=True):
+            object.__setattr__(self, name, value)
+        return self
+
+    jax.tree_util.register_pytree_with_keys(new, flatten_with_keys, unflatten)
+    return new
+
+
+class _Static(NamedTuple):
+    """Tells a static None (``Lengths(query=None)``) from the place of an array."""
+
+    value: Any
+
+
+def replace(self: S, **changed: Any) -> S:
+    """Like dataclasses.replace, without re-checking fields that already hold canonical arrays."""
+    new = object.__new__(type(self))
+    for field in dataclasses.fields(self):  # type: ignore[arg-type]
+        value = changed.get(field.name, getattr(self, field.name))
+        object.__setattr__(new, field.name, value)
+    return new
+
+
+def describe(value: Any) -> str:
+    """Arrays by dtype and shape, functions by name, anything else as repr."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
+    if callable(value) and not isinstance(value, Structure):
+        return getattr(value, "__qualname__", repr(value))
+    return repr(value)
+
+
+def align(array: Any, kind: Kind, dims: Dims, name: str) -> jax.Array:
+    """Brings a user's array to rank 4, broadcastable to (B, N, T, S), batch dims flattened.
+
+    scalar: (), (*batch,) or (*batch|1, N|1); head: (N,); row: (T,), (*batch, T) or
+    (*batch, N|1, T); column likewise with S; tile: any rank up to the logits', right-aligned.
+    """
+    n_batch = len(dims.batch)
+    shape = tuple(array.shape)
+    if kind == "head":
+        wanted, fits = f"({dims.heads},) (one value per query head)", shape == (dims.heads,)
+        lead: tuple[int, ...] = ()
+        tail: tuple[int, ...] = (dims.heads, 1, 1)
+    elif kind == "tile":
+        full = (*dims.batch, dims.heads, dims.rows, dims.columns)
+        wanted = f"a shape of rank <= {len(full)} that broadcasts to {full}"
+        padded = (1,) * (len(full) - len(shape)) + shape
+        fits = len(padded) == len(full) and all(
+            have in (1, want) for have, want in zip(padded, full, strict=True)
+        )
+        lead, tail = padded[:n_batch], padded[n_batch:]
+    else:
+        length = {"scalar": (), "row": (dims.rows,), "column": (dims.columns,)}[kind]
+        options = [length, (*dims.batch, *length), (*dims.batch, dims.heads, *length)]
+        wanted = " or ".join(dict.fromkeys(map(str, options)))
+        if len(shape) == len(length):
+            lead, heads = (), 1
+        elif len(shape) == n_batch + len(length):
+            lead, heads = shape[:n_batch], 1
+        else:
+            lead, heads = shape[:n_batch], shape[n_batch] if len(shape) > n_batch else 1
+        fits = (
+            len(shape) in {len(option) for option in options}
+            and shape[len(shape) - len(length) :] == length
+            and heads in (1, dims.heads)
+            and all(a in (1, b) for a, b in zip(lead, dims.batch, strict=False))
+        )
+        size = length[0] if length else 1
+        tail = (heads, size if kind == "row" else 1, size if kind == "column" else 1)
+    if not fits:
+        raise ValueError(f"{name} has shape {shape}; wanted {wanted}.")
+    return flatten_batch(jnp.asarray(array), lead, tail, dims.batch)
+
+
+def flatten_batch(
+    array: jax.Array, lead: tuple[int, ...], tail: tuple[int, ...], batch: tuple[int, ...]
+) -> jax.Array:
+    """Merges leading batch dims (each 1 or full) into one that is 1 or B."""
+    if all(size == 1 for size in lead):
+        return array.reshape(1, *tail)
+    if lead != batch:
+        array = jnp.broadcast_to(array.reshape(*lead, *tail), (*batch, *tail))
+    return array.reshape(math.prod(batch), *tail)
+
+
+def check_captures(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Traces a user's elementwise function on abstract tiles; refuses arrays that it captures."""
+    name = getattr(fn, "__name__", repr(fn))
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+    for const in closed.consts:
+        if isinstance(const, jax.core.Tracer) or getattr(const, "ndim", 0) > 0:
+            raise ValueError(
+                f"the function {name} captures an array ({describe(const)}); a kernel cannot see "
+                "it. Pass it as an operand: rows=, columns=, scalars= or heads={name: array}, "
+                "and take it as a keyword argument of the function."
+            )
+    return out
+
+
+def _as_operand(value: Any, integer: bool, where: str) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _as_operand(v, integer, f"{where}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if _is_static(value):
+        if integer and value is not None and not isinstance(value, int):
+            raise TypeError(f"{where} is {value!r}; wanted an integer or an integer array.")
+        return value
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise TypeError(f"{where} is a {type(value).__name__}; wanted a number or an array.")
+    if integer and not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{where} has dtype {value.dtype}; wanted an integer dtype. Cast it.")
+    return value
+
+
+def _is_static(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float))
+
+
+def _equals_default(value: Any, field: dataclasses.Field[Any]) -> bool:
+    if field.default is not dataclasses.MISSING:
+        return (_is_static(value) or isinstance(value, str)) and value == field.default
+    return field.default_factory is not dataclasses.MISSING and value == {}

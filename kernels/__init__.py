@@ -1,0 +1,1 @@
+"""The kernels, one folder per architecture, and what they share. Imported as flashjax.kernels."""

@@ -1,0 +1,68 @@
+"""The online softmax as a small monoid: running maximum m, sum l, rescaling of what came before.
+
+Milakov & Gimelshein 2018 (arXiv:1805.02867); as used by FlashAttention (arXiv:2205.14135, Alg. 1).
+Hidden scores are −inf. A row that has seen none but hidden ones has m = −inf; every exponent
+then subtracts 0 instead, so that no inf − inf can arise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Running(NamedTuple):
+    """Row statistics over the columns seen so far: maximum and sum of exp(score − maximum)."""
+
+    m: jax.Array
+    l: jax.Array
+
+
+class Update(NamedTuple):
+    running: Running
+    alpha: jax.Array  # factor for everything summed before, per row
+    p: jax.Array  # exp(score − m), the new columns' unnormalised weights
+
+
+def start(shape: tuple[int, ...], dtype: jnp.dtype) -> Running:
+    return Running(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
+
+
+def _finite(m: jax.Array) -> jax.Array:
+    return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+
+
+def update(running: Running, scores: jax.Array) -> Update:
+    """Takes in a tile of scores (…, columns); statistics have one dim less."""
+    m = jnp.maximum(running.m, scores.max(-1))
+    alpha = jnp.exp(running.m - _finite(m))
+    p = jnp.exp(scores - _finite(m)[..., None])
+    return Update(Running(m, running.l * alpha + p.sum(-1)), alpha, p)
+
+
+def finish(running: Running, sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """The factor that turns the weighted sum into the output, and the LSE (natural log).
+
+    A sink is one more logit without a value; counted here, once. A row with nothing in it gets
+    factor 0 and LSE −inf.
+    """
+    m, l = running
+    factor = jnp.ones_like(l)
+    if sink is not None:
+        largest = jnp.maximum(m, sink)
+        factor = jnp.exp(m - _finite(largest))
+        l = l * factor + jnp.exp(sink - _finite(largest))
+        m = largest
+    empty = l == 0
+    safe = jnp.where(empty, jnp.ones_like(l), l)
+    return (
+        jnp.where(empty, jnp.zeros_like(l), factor / safe),
+        jnp.where(empty, -jnp.inf, m + jnp.log(safe)),
+    )
+
+
+def probabilities(scores: jax.Array, lse: jax.Array) -> jax.Array:
+    """exp(score − LSE) as the backward recomputes it; 0 throughout a row with LSE −inf."""
+    return jnp.exp(scores - _finite(lse)[..., None])
