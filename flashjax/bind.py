@@ -58,7 +58,7 @@ def bind(query: Any, key: Any, value: Any, arguments: Arguments) -> Bound:
     batch = math.prod(dims.batch)
     scale = _scale(arguments.scale, query.shape[-1], dims, dtype)
     static_scale = scale if isinstance(scale, float) else None
-    mask = _mask(arguments, dims)
+    mask = mask_of(arguments, dims)
     score = _score(arguments, dims)
     rate = _dropout_rate(arguments)
     ids = (mask is not None and mask.uses_ids) or (score is not None and score.uses_ids)
@@ -159,7 +159,7 @@ def _bias(bias: Any, dims: Dims) -> jax.Array | None:
     return align(array, "tile", dims, "bias")
 
 
-def _mask(arguments: Arguments, dims: Dims) -> Mask | None:
+def mask_of(arguments: Arguments, dims: Dims) -> Mask | None:
     """The And of everything that hides columns."""
     terms: list[Mask] = []
     if isinstance(arguments.mask, Mask):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flashjax.backend import Device
 from flashjax.bind import Arguments, Bound
 from flashjax.masks import Mask
 from flashjax.plan import current_device
@@ -26,17 +27,15 @@ _TAKEN = {
 }
 
 
-def refusal(arguments: Arguments) -> str | None:
+def refusal(arguments: Arguments, device: Device) -> str | None:
     """Why jax.nn cannot do the call, naming the argument; None if it may."""
-    device = current_device()
     if device.platform != "cuda":
         return f"it needs an NVIDIA GPU and this call runs on {device}"
     default = Arguments()
     for name in vars(default):
-        value = getattr(arguments, name)
-        if name not in _TAKEN and value is not getattr(default, name) and value != getattr(
-            default, name
-        ):
+        value, unset = getattr(arguments, name), getattr(default, name)
+        given = value is not unset if unset is None else bool(value != unset)
+        if name not in _TAKEN and given:
             return f"jax.nn has no {name}"
     if isinstance(arguments.mask, Mask):
         return "jax.nn takes mask as a bool array only"
@@ -45,7 +44,7 @@ def refusal(arguments: Arguments) -> str | None:
 
 def call(bound: Bound, arguments: Arguments, return_residual: bool) -> Any:
     """Output (B, T, N, H), or it and LSE (B, T, N); batch dims flattened."""
-    reason = refusal(arguments)
+    reason = refusal(arguments, current_device())
     if reason is not None:
         raise NotImplementedError(
             f"implementation='cudnn' cannot do this call: {reason}. Pass implementation=None."

@@ -98,18 +98,18 @@ def at(walk: Schedule, block: jax.Array | int) -> Schedule:
     return Ranges(take(walk.visit), take(walk.full))
 
 
-def tiles(walk: Schedule, own: Blocks, other: Blocks) -> tuple[Any, Any]:
-    """Totals per batch member and head (mean over them): tiles visited, and FULL among them."""
+def tiles(walk: Schedule, own: Blocks, other: Blocks) -> tuple[jax.Array, jax.Array]:
+    """Tiles visited, and FULL ones among them, a batch member and head on average."""
     index = jnp.arange(other.count, dtype=jnp.int32)
-    visited, full = jnp.float32(0), jnp.float32(0)
-    for block in range(own.count):
+
+    def one(block: jax.Array) -> tuple[jax.Array, jax.Array]:
         part = at(walk, block)
-        count = part.count
         step = jax.vmap(part.step, out_axes=-1)(index)
-        valid = index < count[..., None]
-        visited += count.mean(dtype=jnp.float32)
-        full += (valid & step.full).sum(-1).mean(dtype=jnp.float32)
-    return visited, full
+        full = (step.full & (index < part.count[..., None])).sum(-1)
+        return part.count.mean(dtype=jnp.float32), full.mean(dtype=jnp.float32)
+
+    visited, full = jax.lax.map(one, jnp.arange(own.count, dtype=jnp.int32))
+    return visited.sum(), full.sum()
 
 
 def _ranges(bounds: Bounds, own: Blocks, other: Blocks) -> Ranges:
