@@ -1,4 +1,4 @@
-"""What is shipped: the package, its marker for type checkers, and kernels/ as flashjax.kernels."""
+"""What is shipped, kernels/ as flashjax.kernels in it, and when make uses a Python as it is."""
 
 import os
 import subprocess
@@ -58,3 +58,23 @@ def test_wheel_holds_kernels_and_package(tmp_path):
     kernels = {f"flashjax/kernels/{name}" for name in shipped(ROOT / "kernels")}
     assert kernels
     assert {name for name in names if ".dist-info/" not in name} == package | kernels
+
+
+def prepared(*arguments: str) -> tuple[int, str]:
+    """Exit status and words of scripts/prepared.py, asked about the Python that runs the tests."""
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "prepared.py"), *arguments],
+        capture_output=True,
+        text=True,
+    )
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+def test_a_python_that_imports_all_is_prepared():
+    assert prepared("test") == (0, "")
+
+
+def test_a_python_with_another_jax_is_not_prepared():
+    status, words = prepared("flax", "0.0.1")
+    assert status == 1
+    assert "wanted jax==0.0.1" in words
