@@ -147,7 +147,8 @@ def baseline(
     d_p = (x.d_out @ x.v.swapaxes(2, 3)) * x.keep_scale
     delta = (out * x.d_out).sum(-1) - x.d_lse
     d_f = weights * (d_p - delta[..., None]) * x.cap_slope
-    d_z, dropped = low(d_f * x.score_slope), low(weights * x.keep_scale)
+    d_z, d_f = low(d_f * x.score_slope), low(d_f)
+    dropped = low(weights * x.keep_scale)
     d_q, d_k, d_v = np.zeros_like(x.q), np.zeros_like(x.k), np.zeros_like(x.v)
     for columns in _tiles(d_z.shape[3], tile):
         d_q += d_z[..., columns] @ x.k[:, :, columns]

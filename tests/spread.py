@@ -186,7 +186,8 @@ def _broadcast(
     }
     for name, slope in x.operand_slopes.items():
         terms = b.d_f * slope
-        sources[name] = (terms, b.f_var * slope**2 + 4 * unit * terms**2, b.per_delta * slope)
+        var = (b.f_var + rounding.stored(b.d_f)) * slope**2 + 4 * unit * terms**2
+        sources[name] = (terms, var, b.per_delta * slope)
     variances = {}
     for name, shape in p.shapes.items():
         if p.sinks is not None and name == "sinks":
