@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 import flashjax
+import flashjax.backend
+import flashjax.chunked
 from tests import bound
 from tests.oracle import Array
 
@@ -23,9 +24,6 @@ from tests.oracle import Array
 # skips what it refuses, and the skip carries its reason.
 ANYWHERE = ("reference", "xla")
 IMPLEMENTATIONS = ANYWHERE
-
-# LLVM's optimiser takes half of the compile time and the tests' calls run once.
-QUICK = {"xla_backend_optimization_level": 0}
 
 BF16, F16, F32, F64 = (np.dtype(x) for x in (ml_dtypes.bfloat16, np.float16, np.float32, float))
 
@@ -102,6 +100,24 @@ def case(shape: Shape = BASE, dtype: Any = F32, seed: int = 0, **fields: Any) ->
     return Case(*qkv(shape, dtype, seed), seed=seed, **fields)
 
 
+def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """jax.jit for calls that run once: LLVM's optimiser takes half of the time to compile."""
+    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    compiled: Callable[..., Any] = jax.jit(fn, compiler_options=quick)
+    return compiled
+
+
+def pulled(fn: Callable[..., Any], inputs: Any, cotangents: Any) -> tuple[Any, Any]:
+    """``fn(*inputs)`` and the cotangents of the inputs, under jit."""
+
+    def both(inputs: Any, cotangents: Any) -> Any:
+        results, pull = jax.vjp(fn, *inputs)
+        return results, pull(cotangents)
+
+    results, grads = jit(both)(inputs, cotangents)
+    return results, grads
+
+
 def attend(
     implementation: Any, case: Case, query: Any, key: Any, value: Any, operands: Any, arrays: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -142,7 +158,7 @@ def run(implementation: Any, case: Case) -> dict[str, Array]:
         return results, pull(cotangents)
 
     inputs = (case.query, case.key, case.value, dict(case.operands))
-    step = jax.jit(both, compiler_options=QUICK if jax.default_backend() == "cpu" else None)
+    step = jit(both)
     with jax.enable_x64(case.query.dtype == F64):
         try:
             (out, lse), grads = step(inputs, arrays_of(case.arguments), case.cotangents)
@@ -202,5 +218,9 @@ def same_bits(a: Any, b: Any) -> bool:
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def to_jax(tree: Any) -> Any:
-    return jax.tree.map(jnp.asarray, tree)
+def small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
+    """Makes "xla" take tiles of this size, so that small inputs have many.
+
+    Compiled calls remember the tiles that they were made with: use shapes that no other test has.
+    """
+    monkeypatch.setattr(flashjax.chunked, "CONFIGS", (flashjax.backend.Config(rows, columns),))

@@ -18,15 +18,18 @@ from tests.inputs import (
     Case,
     Shape,
     check,
+    pulled,
     qkv,
     same_bits,
+    small_tiles,
 )
 
 SHAPES = {
     "gqa": Shape(),  # B 2, T 37, S 53, N 4, K 2, H 16, Hv 8
     "square": Shape(1, 48, 48, 2, 2, 8, 8),
     "mqa": Shape(2, 5, 66, 3, 1, 24, 11),
-    "tiles": Shape(1, 290, 301, 2, 1, 16, 16),
+    "tiles": Shape(2, 150, 170, 2, 1, 16, 16),  # with 32 × 48: 5 × 4 tiles
+    "long": Shape(1, 300, 530, 2, 1, 16, 16),  # 2 × 2 of the default tiles
 }
 DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 AXES = {
@@ -79,17 +82,29 @@ def test_combined(index: int, implementation: Any) -> None:
         ("intervals", "bias (N,1,S)"),
         ("block_sparse", "score_mod"),
         ("lengths", "boolean", "bias of −inf (B,1,T,S)"),
+        ("boolean_per_head", "causal_offset_per_batch"),
     ],
     ids="+".join,
 )
-def test_over_many_tiles(names: tuple[str, ...], implementation: Any) -> None:
+def test_over_many_tiles(
+    names: tuple[str, ...], implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_tiles(monkeypatch, 32, 48)
     check(implementation, made("tiles", names))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F64], ids=str)
 @pytest.mark.parametrize("names", [("is_causal", "score_mod", "sinks"), ("segments", "soft_cap")])
-def test_dtypes_over_many_tiles(names: tuple[str, ...], dtype: Any, implementation: Any) -> None:
+def test_dtypes_over_many_tiles(
+    names: tuple[str, ...], dtype: Any, implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_tiles(monkeypatch, 32, 48)
     check(implementation, made("tiles", names, dtype))
+
+
+@pytest.mark.parametrize("names", [("bottom_right", "dropout"), ("window", "bias (1,N,T,S)")])
+def test_over_default_tiles(names: tuple[str, ...], implementation: Any) -> None:
+    check(implementation, made("long", names))
 
 
 def test_everything_at_once_in_float64(implementation: Any) -> None:
@@ -115,13 +130,8 @@ def test_any_number_of_batch_dims(batch: tuple[int, ...], implementation: Any) -
             implementation=implementation, return_residual=True,
         )  # fmt: skip
 
-    @jax.jit
-    def both(inputs: Any, cotangents: Any) -> Any:
-        results, pull = jax.vjp(attend, *inputs)
-        return results, pull(cotangents)
-
     inputs = [*map(unflattened, (case.query, case.key, case.value)), operands]
-    (out, lse), grads = both(inputs, tuple(map(unflattened, case.cotangents)))
+    (out, lse), grads = pulled(attend, inputs, tuple(map(unflattened, case.cotangents)))
     *grads, d_operands = grads
     results = dict(zip(("query", "key", "value"), grads, strict=True)) | d_operands
     assert out.shape == (*batch, 9, 4, 6)
