@@ -35,7 +35,7 @@ Maker = Callable[[Shape, Rng], Part]
 
 def build(shape: Shape, names: Sequence[str], dtype: Any = F32, seed: int = 0) -> Case:
     """A case with the named parts; masks are combined by And."""
-    r = np.random.default_rng([seed, len(names)])
+    r = np.random.default_rng([seed, 1])
     parts = [PARTS[name](shape, r) for name in names]
     arguments: dict[str, Any] = {}
     operands: dict[str, Array] = {}

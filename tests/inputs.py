@@ -118,6 +118,16 @@ def pulled(fn: Callable[..., Any], inputs: Any, cotangents: Any) -> tuple[Any, A
     return results, grads
 
 
+def attention(implementation: Any, **arguments: Any) -> Callable[..., Any]:
+    """flashjax with out and LSE, as a function of query, key and value."""
+    return functools.partial(
+        flashjax.dot_product_attention,
+        implementation=implementation,
+        return_residual=True,
+        **arguments,
+    )
+
+
 def attend(
     implementation: Any, case: Case, query: Any, key: Any, value: Any, operands: Any, arrays: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -187,22 +197,18 @@ def check(implementation: Any, case: Case) -> dict[str, Array]:
 
 
 @functools.cache
-def dropout_pattern(seed: int, shape: Shape, rate: float) -> Array:
+def dropout_pattern(
+    seed: int, shape: Shape, rate: float, implementation: Any = "reference"
+) -> Array:
     """Which weights stay, (B, N, T, S), read off the public function: scores 0, values one-hot."""
     width = 256
     kept = []
     for begin in range(0, shape.S, width):
         one_hot = np.eye(shape.S, dtype=np.float32)[:, begin : begin + width]
         value = np.broadcast_to(one_hot[None, :, None], (shape.B, shape.S, 1, one_hot.shape[1]))
-        zeros = np.zeros((shape.B, shape.T, shape.N, 1), np.float32)
-        out = flashjax.dot_product_attention(
-            zeros,
-            np.zeros((shape.B, shape.S, 1, 1), np.float32),
-            value,
-            dropout_rate=rate,
-            dropout_key=jax.random.key(seed),
-            implementation="reference",
-        )
+        drop = attention(implementation, dropout_rate=rate, dropout_key=jax.random.key(seed))
+        query = np.zeros((shape.B, shape.T, shape.N, 1), np.float32)
+        out, _ = drop(query, np.zeros((shape.B, shape.S, 1, 1), np.float32), value)
         kept.append(np.asarray(out) > 0)
     return np.concatenate(kept, axis=-1).transpose(0, 2, 1, 3)
 
