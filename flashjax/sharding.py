@@ -113,7 +113,7 @@ def _split(spec: Spec, mesh: Any, place: Any) -> Split:
     """The split that the query's sharding asks for; axes that do not divide are left out."""
 
     def names(part: Any, size: int) -> tuple[str, ...]:
-        axes = () if part is None else (part,) if isinstance(part, str) else tuple(part)
+        axes = _axes_of(part)
         return axes if size % math.prod(mesh.shape[a] for a in axes) == 0 else ()
 
     batch, heads = names(place[0], spec.batch), names(place[2], spec.heads)
@@ -136,21 +136,56 @@ def over_explicit_mesh(
     _refuse_split_sequences(operands)
     split = _split(spec, mesh, sharding.spec)
 
-    def on_shard(operands: Operands) -> tuple[jax.Array, jax.Array]:
-        local = split.localized(operands)
-        return fn(spec.at(local), cast_varying(local, varying_axes(local)))
-
-    specs = jax.tree.map(split.resolve, roles(spec), is_leaf=_is_role)
-    operands = jax.tree.map(
-        lambda x, place: jax.sharding.reshard(x, NamedSharding(mesh, place)), operands, specs
+    wanted = jax.tree.map(split.resolve, roles(spec), is_leaf=_is_role)
+    operands = dataclasses.replace(
+        operands,
+        **{
+            name: jax.sharding.reshard(
+                getattr(operands, name), NamedSharding(mesh, getattr(wanted, name))
+            )
+            for name in ("query", "key", "value")
+        },
     )
+    # What comes whole goes in whole and is cut inside: its gradient is then one all-reduce, where
+    # resharding outside would add an all-gather.
+    given = jax.tree.map(lambda x, place: _given(jax.typeof(x), place), operands, wanted)
+
+    def on_shard(operands: Operands) -> tuple[jax.Array, jax.Array]:
+        # One cast over all axes, whose transpose is one sum, before anything is cut.
+        operands = cast_varying(operands, frozenset((*split.batch, *split.heads)))
+        local = split.localized(jax.tree.map(_cut, operands, given, wanted))
+        return fn(spec.at(local), local)
+
     return jax.shard_map(
         on_shard,
         mesh=mesh,
-        in_specs=(specs,),
+        in_specs=(given,),
         out_specs=(split.resolve(OUT), split.resolve(LSE)),
         axis_names=explicit,
     )(operands)
+
+
+def _axes_of(part: Any) -> tuple[str, ...]:
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def _given(aval: Any, wanted: P) -> P:
+    """The operand's own sharding where it is the wanted one, whole elsewhere."""
+    return P(
+        *[
+            want if want and _axes_of(have) == _axes_of(want) else None
+            for have, want in zip(aval.sharding.spec, wanted, strict=True)
+        ]
+    )
+
+
+def _cut(x: jax.Array, given: P, wanted: P) -> jax.Array:
+    """On one shard: the part of `x` that lies here, in the dims where it came whole."""
+    for dim, (have, want) in enumerate(zip(given, wanted, strict=True)):
+        if want and not have:
+            size = x.shape[dim] // math.prod(lax.axis_size(axis) for axis in _axes_of(want))
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(_axes_of(want)) * size, size, dim)
+    return x
 
 
 def _refuse_split_sequences(operands: Operands) -> None:
@@ -253,7 +288,8 @@ def _partitioned(
 
         return mesh, lower, tuple(map(at, out_places)), tuple(map(at, places))
 
-    rule, whole_dims, sizes = _rule(spec, places, out_places)
+    mesh = jax.typeof(leaves[0]).sharding.mesh
+    rule, whole_dims, sizes = _rule(spec, _keys_follow(spec, mesh), places, out_places)
     call = custom_partitioning(lambda *leaves: tuple(whole(*leaves)))
     call.def_partition(
         partition, sharding_rule=rule, need_replication_factors=whole_dims, **sizes
@@ -261,11 +297,23 @@ def _partitioned(
     return call(*leaves)  # type: ignore[no-any-return]
 
 
+def _keys_follow(spec: Spec, mesh: Any) -> bool:
+    """Whether the key heads may be sharded as the leading part of the query heads.
+
+    Where an axis and K share a divisor but the axis does not divide K, Shardy would cut the axis
+    in two, and a NamedSharding cannot say that.
+    """
+    if spec.group == 1 or spec.key_heads == 1 or mesh.empty:
+        return False
+    return all(math.gcd(spec.key_heads, size) in (1, size) for size in mesh.axis_sizes)
+
+
 def _rule(
-    spec: Spec, places: list[P], out_places: list[P]
+    spec: Spec, keys_follow: bool, places: list[P], out_places: list[P]
 ) -> tuple[str, tuple[str, ...], dict[str, int]]:
     """Shardy's rule: batch and heads pass through, every other dim stays whole."""
-    heads = "(k g)" if spec.group > 1 else "k"
+    heads = "(k g)" if keys_follow else "n"
+    factors = {"b": "b", "n": heads, "k": "n" if spec.group == 1 else "k"}
     whole_dims: list[str] = []
 
     def dims(place: P) -> str:
@@ -273,13 +321,11 @@ def _rule(
         for part in place:
             if part is None:
                 whole_dims.append(f"w{len(whole_dims)}")
-                names.append(whole_dims[-1])
-            else:
-                names.append({"b": "b", "n": heads, "k": "k"}[part])
+            names.append(factors[part] if part else whole_dims[-1])
         return " ".join(names)
 
     inputs, outputs = (", ".join(map(dims, group)) for group in (places, out_places))
-    sizes = {"g": spec.group} if spec.group > 1 else {}
+    sizes = {"g": spec.group} if keys_follow else {}
     return f"{inputs} -> {outputs}", tuple(whole_dims), sizes
 
 

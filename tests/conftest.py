@@ -27,6 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
+        # Tests compile much and run little: half the optimisation halves their time.
+        if "--xla_backend_optimization_level" not in flags:
+            os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=1"
 
 
 @functools.cache
