@@ -40,7 +40,7 @@ def _capturing_score(score: Any, row: Any, column: Any, batch: Any, head: Any) -
 CALLS: list[tuple[str, dict[str, Any], type[Exception], str, str]] = [
     ("query None", {"query": None}, TypeError, "query", "None"),
     ("query rank", {"query": Q[0, 0]}, ValueError, "query", "(4, 8)"),
-    ("query string", {"query": "q"}, TypeError, "query", "str"),
+    ("query dict", {"query": {"q": Q}}, TypeError, "query", "dict"),
     ("integer query", {"query": Q.astype(int)}, TypeError, "query", "int"),
     ("mixed key", {"key": K.astype(BF16)}, TypeError, "key", "bfloat16"),
     ("mixed value", {"value": V.astype(np.float16)}, TypeError, "value", "float16"),
