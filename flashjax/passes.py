@@ -1,8 +1,14 @@
-"""The two passes over tiles that ``chunked`` is made of, for operands that share one schedule."""
+"""The two passes over tiles that ``chunked`` is made of, for operands that share one schedule.
+
+A tile of P or dS is never transposed: dK and dV are summed as Kᵀ-shaped (H, columns) products of
+qᵀ and dOᵀ, which are transposed once for the whole call. On CPU that took a tenth of the time that
+transposing the tiles did (docs/kernel-notes.md, "chunked").
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +31,7 @@ from flashjax.tiles import (
     from_row_blocks,
     row_blocks,
     row_vector_blocks,
+    transposed_rows,
 )
 from flashjax.varying import cast_varying, varying_axes
 
@@ -51,9 +58,17 @@ class _Scorer:
         self.operands = jax.tree.map(
             lambda x: x if is_blocked(x) else self.tiles.padded(x), rest, is_leaf=is_blocked
         )
+        # Folding the scale into q spares a pass over every tile. In 16 bits only a power of two
+        # leaves q's bits as they are (in fp16 not even that: its small numbers are subnormal).
+        scale, exact = spec.scale, spec.dtype in (jnp.float32, jnp.float64)
+        if scale is not None and spec.dtype == jnp.bfloat16:
+            exact = math.frexp(scale)[0] == 0.5
+        self.folded = scale if scale is not None and exact else None
+        query = operands.query if self.folded is None else operands.query * self.folded
+        self.query = row_blocks(query.astype(spec.dtype), self.rows, spec.key_heads)
         self.key = column_blocks(operands.key, self.columns)
+        self.key_t = self.key.swapaxes(-1, -2)
         self.value = column_blocks(operands.value, self.columns)
-        self.query = row_blocks(operands.query, self.rows, spec.key_heads)
         self.axes = varying_axes(operands.query)
 
     def tile_kinds(self) -> tuple[bool, ...]:
@@ -71,16 +86,19 @@ class _Scorer:
         ids = (self.operands.batch_id, self.operands.head_id)
         return At(at.row, at.column, *self.tiles.load_tree(ids, i, j))
 
-    def score(self, query: jax.Array, key: jax.Array, i: Any, j: Any, masked: bool) -> _Scored:
-        spec = self.spec
-        products = jnp.einsum(
-            "bkgth,bksh->bkgts",
-            query,
-            key,
-            precision=spec.precision,
-            preferred_element_type=spec.accumulator,
+    def product(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(
+            equation,
+            a,
+            b,
+            precision=self.spec.precision,
+            preferred_element_type=self.spec.accumulator,
         )
-        raw = products * self.scale(i, j)
+
+    def score(self, query: jax.Array, i: Any, j: Any, masked: bool) -> _Scored:
+        products = self.product("bkgth,bkhs->bkgts", query, self.key_t[j])
+        scale = self.scale(i, j)
+        raw = products if scale is None else products * scale
         keep = self._exists(i, j) if masked else None
         if self.operands.bias is not None:
             bias = self.tiles.load(self.operands.bias, i, j)
@@ -101,6 +119,9 @@ class _Scorer:
         return _Scored(scores, raw, products, keep)
 
     def scale(self, i: Any, j: Any) -> Any:
+        """The factor still to apply to q·k and to its gradient; None where q carries it."""
+        if self.folded is not None:
+            return None
         if self.spec.scale is not None:
             return self.spec.scale
         return self.tiles.load(self.operands.scale, i, j).astype(self.spec.accumulator)
@@ -154,20 +175,14 @@ def forward_pass(
 
         def take(masked: bool, carry: Any, j: jax.Array) -> Any:
             running, acc = carry
-            scored = scorer.score(query, scorer.key[j], i, j, masked)
+            scored = scorer.score(query, i, j, masked)
             value = scorer.value[j]
             if scored.keep is not None:
                 value = jnp.where(_column_used(scored.keep), value, 0)
             running, alpha, p = softmax.update(running, scored.scores)
             factor = scorer.drop(i, j)
             p = p if factor is None else p * factor
-            summed = jnp.einsum(
-                "bkgts,bksh->bkgth",
-                p.astype(spec.dtype),
-                value,
-                precision=spec.precision,
-                preferred_element_type=spec.accumulator,
-            )
+            summed = scorer.product("bkgts,bksh->bkgth", p.astype(spec.dtype), value)
             return running, acc * alpha[..., None] + summed
 
         def visit(index: jax.Array, carry: Any) -> Any:
@@ -190,8 +205,8 @@ def forward_pass(
 
 class _TileGradients(NamedTuple):
     query: jax.Array
-    key: jax.Array
-    value: jax.Array
+    key_t: jax.Array
+    value_t: jax.Array
     scale: jax.Array | None
     bias: jax.Array | None
     score: tuple[jax.Array | None, ...] | None
@@ -201,7 +216,9 @@ class _Rows(NamedTuple):
     """What the backward reads of one row block."""
 
     query: jax.Array
+    query_t: jax.Array
     d_out: jax.Array
+    d_out_t: jax.Array
     lse: jax.Array
     delta: jax.Array
 
@@ -218,9 +235,12 @@ def backward_pass(
     """Gradients of ``spec.wanted``, in the accumulator's dtype and the operands' shapes."""
     scorer = _Scorer(spec, config, operands)
     kinds = scorer.tile_kinds()
+    d_out_blocks = row_blocks(d_out, scorer.rows, spec.key_heads)
     rows = _Rows(
         scorer.query,
-        row_blocks(d_out, scorer.rows, spec.key_heads),
+        transposed_rows(scorer.query),
+        d_out_blocks,
+        transposed_rows(d_out_blocks),
         row_vector_blocks(lse, scorer.rows, spec.key_heads),
         row_vector_blocks(delta, scorer.rows, spec.key_heads),
     )
@@ -237,9 +257,10 @@ def backward_pass(
     sums = {name: zeros(name) for name in ("scale", "bias", "score") if name in wanted}
     d_query = jnp.zeros(scorer.query.shape, acc)
     sums, d_query = cast_varying((sums, d_query), scorer.axes)
+    value_t = scorer.value.swapaxes(-1, -2)
 
     def column_block(carry: Any, j: jax.Array) -> Any:
-        path, key, value = at_block(walk, j), scorer.key[j], scorer.value[j]
+        path, key, value = at_block(walk, j), scorer.key[j], value_t[j]
 
         def visit(index: jax.Array, carry: Any) -> Any:
             sums, d_query, d_key, d_value = carry
@@ -255,10 +276,15 @@ def backward_pass(
                 name: jax.tree.map(lambda x, g: tiles.add(x, g, i, j), total, getattr(grads, name))
                 for name, total in sums.items()
             }
-            return sums, d_query.at[i].add(grads.query), d_key + grads.key, d_value + grads.value
+            return (
+                sums,
+                d_query.at[i].add(grads.query),
+                d_key + grads.key_t,
+                d_value + grads.value_t,
+            )
 
         start = cast_varying(
-            (jnp.zeros(key.shape, acc), jnp.zeros(value.shape, acc)), scorer.axes
+            (jnp.zeros(scorer.key_t.shape[1:], acc), jnp.zeros(value.shape, acc)), scorer.axes
         )
         sums, d_query, d_key, d_value = lax.fori_loop(
             0, path.count[0, 0], visit, (*carry, *start)
@@ -272,9 +298,11 @@ def backward_pass(
         return tiles.cropped(total, like.shape)
 
     found: dict[str, Any] = {
-        "query": from_row_blocks(d_query, scorer.rows),
-        "key": from_column_blocks(d_key, scorer.columns),
-        "value": from_column_blocks(d_value, scorer.columns),
+        "query": from_row_blocks(
+            d_query if scorer.folded is None else d_query * scorer.folded, scorer.rows
+        ),
+        "key": from_column_blocks(d_key.swapaxes(-1, -2), scorer.columns),
+        "value": from_column_blocks(d_value.swapaxes(-1, -2), scorer.columns),
     }
     for name, total in sums.items():
         like = jax.tree.leaves(getattr(operands, name))
@@ -284,38 +312,35 @@ def backward_pass(
 
 
 def _tile_gradients(
-    scorer: _Scorer, row: _Rows, key: jax.Array, value: jax.Array, i: Any, j: Any, masked: bool
+    scorer: _Scorer, row: _Rows, key: jax.Array, value_t: jax.Array, i: Any, j: Any, masked: bool
 ) -> _TileGradients:
     """One tile's part of every gradient: P from S and LSE, dP = dO·Vᵀ, dS = P ∘ (dP − Δ)."""
-    spec = scorer.spec
-    query, d_out = row.query, row.d_out
-
-    def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            equation, a, b, precision=spec.precision, preferred_element_type=spec.accumulator
-        )
-
-    scored = scorer.score(query, key, i, j, masked)
+    spec, product = scorer.spec, scorer.product
+    scored = scorer.score(row.query, i, j, masked)
     keep = scored.keep
     if keep is not None:
-        row_used, column_used = keep.any(-1)[..., None], _column_used(keep)
-        query, d_out = jnp.where(row_used, query, 0), jnp.where(row_used, d_out, 0)
-        key = jnp.where(column_used, key, 0)
+        row_used = keep.any(-1)
+        across, along = row_used[..., None], row_used[:, :, None]
+        row = row._replace(
+            query_t=jnp.where(along, row.query_t, 0),
+            d_out=jnp.where(across, row.d_out, 0),
+            d_out_t=jnp.where(along, row.d_out_t, 0),
+        )
+        key = jnp.where(_column_used(keep), key, 0)
     p = softmax.probabilities(scored.scores, row.lse)
-    d_p = product("bkgth,bksh->bkgts", d_out, value)
+    d_p = product("bkgth,bkhs->bkgts", row.d_out, value_t)
     factor = scorer.drop(i, j)
     dropped = p
     if factor is not None:
         dropped, d_p = p * factor, d_p * factor
-    d_scores = p * (d_p - row.delta[..., None])
-    if keep is not None:
-        d_scores = jnp.where(keep, d_scores, 0)
+    d_scores = _masked(p * (d_p - row.delta[..., None]), keep)
     d_raw, d_leaves = _score_gradients(scorer, scored, d_scores, i, j)
-    d_products = (d_raw * scorer.scale(i, j)).astype(spec.dtype)
+    scale = scorer.scale(i, j)
+    d_products = (d_raw if scale is None else d_raw * scale).astype(spec.dtype)
     return _TileGradients(
         query=product("bkgts,bksh->bkgth", d_products, key),
-        key=product("bkgts,bkgth->bksh", d_products, query),
-        value=product("bkgts,bkgth->bksh", dropped.astype(spec.dtype), d_out),
+        key_t=product("bkhgt,bkgts->bkhs", row.query_t, d_products),
+        value_t=product("bkhgt,bkgts->bkhs", row.d_out_t, dropped.astype(spec.dtype)),
         scale=_masked(d_raw * scored.products, keep) if "scale" in spec.wanted else None,
         bias=d_raw if "bias" in spec.wanted else None,
         score=d_leaves,

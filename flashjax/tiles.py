@@ -49,6 +49,11 @@ def from_row_blocks(x: jax.Array, rows: Blocks) -> jax.Array:
     return x[:, : rows.length]
 
 
+def transposed_rows(blocks: jax.Array) -> jax.Array:
+    """Row blocks (…, B, K, G, rows, D) as (…, B, K, D, G, rows): what a product contracts last."""
+    return jnp.moveaxis(blocks, -1, -3)
+
+
 def column_blocks(x: jax.Array, columns: Blocks) -> jax.Array:
     """(B, S, K, D) -> (column blocks, B, K, block columns, D), zeros beyond the last column."""
     return row_blocks(x, columns, x.shape[2])[:, :, :, 0]
