@@ -1,5 +1,6 @@
 """Every argument, alone and combined: values and all gradients against the oracle."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,9 +18,13 @@ from tests.inputs import (
     IMPLEMENTATIONS,
     Case,
     Shape,
+    attention,
     check,
+    jit,
+    poisoned,
     pulled,
     qkv,
+    run,
     same_bits,
     small_tiles,
 )
@@ -176,3 +181,96 @@ def test_a_score_modifier_that_hides_columns(implementation: Any) -> None:
         options={"keep": (column <= row) & (row != 3)},
     )  # fmt: skip
     check(implementation, masked)
+
+
+HIDING = {
+    "lengths": ("lengths",),
+    "segments": ("segments", "score_mod"),
+    "mask and bias": ("boolean_of_columns", "bias of −inf (B,1,T,S)", "sinks"),
+    "causal": ("bottom_right", "alibi"),
+}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("names", HIDING.values(), ids=HIDING)
+def test_what_is_hidden_never_arrives(
+    names: tuple[str, ...], value: float, implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits whatever lies in rows and columns that take no part, in many tiles too."""
+    small_tiles(monkeypatch, 16, 32)
+    clean = build(Shape(2, 70, 61, 2, 1, 8, 8), names)
+    judge, keep = clean.judge, np.broadcast_to(clean.options["keep"], clean.shape.logits)
+    bias = clean.operands.get("bias")
+    keep = keep if bias is None else keep & (bias > -np.inf)
+    rows, columns = keep.any((1, 3)), keep.any((1, 2))
+    assert not (rows.all() and columns.all())
+    d_out, d_lse = clean.cotangents
+    operands = dict(clean.operands)
+    if "b" in operands:  # the score modifier's array of columns
+        operands["b"] = poisoned(operands["b"], ~columns, value)
+    if bias is not None:
+        seen = keep.any(1, keepdims=True) | (bias == -np.inf)
+        operands["bias"] = np.where(seen, bias, np.float32(value))
+    dirty = dataclasses.replace(
+        clean,
+        query=poisoned(clean.query, ~rows, value),
+        key=poisoned(clean.key, ~columns, value),
+        value=poisoned(clean.value, ~columns, -value),
+        operands=operands,
+    )
+    if "sinks" not in operands:  # with a sink, a row that sees nothing has an LSE to differentiate
+        d_lse = poisoned(d_lse, ~rows, value)
+    dirty.__dict__["cotangents"] = (poisoned(d_out, ~rows, value), d_lse)
+    dirty.__dict__["judge"] = judge
+    expected = run(implementation, clean)
+    judge.hold(expected)
+    for name, x in run(implementation, dirty).items():
+        assert same_bits(x, expected[name]), name
+
+
+def test_rows_do_not_depend_on_other_batch_members(implementation: Any) -> None:
+    case = made("gqa", ("is_causal", "sinks"))
+    query, key, value = (
+        np.concatenate([x[:1], 3 * x[1:]]) for x in (case.query, case.key, case.value)
+    )
+    changed = dataclasses.replace(case, query=query, key=key, value=value)
+    changed.__dict__["judge"] = case.judge
+    first, second = run(implementation, case), run(implementation, changed)
+    assert not same_bits(first["out"][1], second["out"][1])
+    for name in ("out", "lse"):
+        assert same_bits(first[name][0], second[name][0]), name
+
+
+def test_rows_do_not_depend_on_how_much_padding_follows(
+    implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit at one tile size; the dense reference has none and may sum in another order."""
+    small_tiles(monkeypatch, 16, 32)
+    outs = []
+    for columns in (40, 70, 130):
+        query, key, value = qkv(Shape(2, 20, 130, 2, 1, 8, 8), F32, 4)
+        attend = attention(implementation, key_value_seq_lengths=np.array([37, 40]))
+        outs.append(jit(attend)(query, key[:, :columns], value[:, :columns]))
+    for results in outs[1:]:
+        for x, y in zip(results, outs[0], strict=True):
+            assert same_bits(x, y) if implementation != "reference" else np.allclose(x, y, 1e-5)
+
+
+def test_precision_of_float32_products(implementation: Any) -> None:
+    """Full accuracy by default; the argument first, then the configuration, decide otherwise."""
+    inputs = qkv(SHAPES["square"])
+
+    def products(**arguments: Any) -> str:
+        return str(jax.make_jaxpr(attention(implementation, **arguments))(*inputs))
+
+    assert "HIGHEST" in products()
+    assert "HIGHEST" not in products(precision="default")
+    with jax.default_matmul_precision("bfloat16"):
+        assert "HIGHEST" not in products()
+        assert "HIGHEST" in products(precision="highest")
+    low = [x.astype(BF16) for x in inputs]
+    dots = [
+        x for x in str(jax.make_jaxpr(attention(implementation))(*low)).split() if "preferred" in x
+    ]
+    assert dots
+    assert all("float32" in x for x in dots)
