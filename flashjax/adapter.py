@@ -64,7 +64,8 @@ def attend_for_flax(
         share_dropout=broadcast_dropout,
         **options,
     )
-    return call(query, key, value, arguments, implementation)  # type: ignore[no-any-return]
+    found: jax.Array = call(query, key, value, arguments, implementation)
+    return found
 
 
 def _as_bool(mask: Any) -> Any:

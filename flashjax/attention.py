@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import jax
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike
 
 from flashjax import cudnn, reference
 from flashjax.bind import Arguments, Bound, bind
@@ -18,8 +18,6 @@ from flashjax.scores import Score
 from flashjax.sharding import over_explicit_mesh
 from flashjax.spec import Operands, Spec
 from flashjax.vjp import attend
-
-Implementation = Literal["mosaic", "triton", "xla", "reference", "cudnn"]
 
 
 @overload
@@ -35,7 +33,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int | None, int | None] | None = ...,
-    implementation: Implementation | None = ...,
+    implementation: str | None = ...,
     return_residual: Literal[False] = ...,
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = ...,
     logits_soft_cap: ArrayLike | None = ...,
@@ -56,8 +54,21 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | Mask | None = ...,
     *,
+    scale: ArrayLike | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    implementation: str | None = ...,
     return_residual: Literal[True],
-    **kwargs: Any,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = ...,
+    logits_soft_cap: ArrayLike | None = ...,
+    score_mod: Score | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: Array | None = ...,
+    deterministic_backward: bool = ...,
+    precision: jax.lax.PrecisionLike = ...,
 ) -> tuple[Array, Array]: ...
 
 
@@ -73,7 +84,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
     return_residual: bool = False,
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     logits_soft_cap: ArrayLike | None = None,
@@ -167,7 +178,7 @@ def call(
     key: Any,
     value: Any,
     arguments: Arguments,
-    implementation: Implementation | None,
+    implementation: str | None,
     return_residual: bool = False,
 ) -> Any:
     """`dot_product_attention` with its arguments in one value; the Flax adapters enter here."""
@@ -204,17 +215,13 @@ def _attention(static: Any, arrays: list[jax.Array]) -> Any:
     bound = bind(query, key, value, arguments)
     if implementation == "cudnn":
         found = cudnn.call(bound, arguments, return_residual)
-        out, lse = found if return_residual else (found, None)
     else:
         out, lse = _run(bound, implementation)
-        lse = lse.swapaxes(1, 2)
-    out = out.reshape(*bound.batch, *out.shape[1:])
-    if not return_residual:
-        return out
-    return out, lse.reshape(*bound.batch, *lse.shape[1:])
+        found = (out, lse.swapaxes(1, 2)) if return_residual else out
+    return jax.tree.map(lambda x: x.reshape(*bound.batch, *x.shape[1:]), found)
 
 
-def _run(bound: Bound, implementation: str | None) -> tuple[Float[Array, "..."], Any]:
+def _run(bound: Bound, implementation: str | None) -> tuple[jax.Array, jax.Array]:
     def fn(spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array]:
         if implementation == "reference":
             return reference.forward(spec, operands)

@@ -34,7 +34,7 @@ def forward(run: Forward, spec: Spec, operands: Operands) -> tuple[jax.Array, ja
         out, lse = forward(run, spec.at(folded), folded)
         return (_unfold(out, size), _unfold(lse, size)), (True, True)
 
-    return call(operands)  # type: ignore[no-any-return]
+    return call(operands)
 
 
 def backward(
@@ -49,7 +49,7 @@ def backward(
 
     @custom_vmap
     def call(operands: Operands, *rows: jax.Array) -> Operands:
-        return run(spec, operands, *rows)  # type: ignore[call-arg]
+        return run(spec, operands, *rows)
 
     @call.def_vmap
     def rule(size: int, mapped: Any, operands: Operands, *rows: jax.Array) -> Any:
@@ -77,12 +77,10 @@ def backward(
         out = Operands(**{f.name: unfold(f.name) for f in dataclasses.fields(grads)})
         return out, jax.tree.map(lambda _: True, out)
 
-    return call(operands, lse, delta, d_out)  # type: ignore[no-any-return]
+    return call(operands, lse, delta, d_out)
 
 
-def _fold(
-    tree: X, mapped: Any, size: int, batch: int, whole: frozenset[str] = frozenset()
-) -> X:
+def _fold[X](tree: X, mapped: Any, size: int, batch: int, whole: frozenset[str] = frozenset()) -> X:
     """Leaves of batch 1 or `batch`, some with a mapped axis 0 before it, to one batch axis.
 
     A leaf without a mapped axis and with batch 1 stays so, unless it belongs to an operand named

@@ -46,6 +46,8 @@ class Arguments:
 
 
 class Bound(NamedTuple):
+    """A call in canonical form."""
+
     spec: Spec
     operands: Operands
     batch: tuple[int, ...]  # the user's batch dims, which the canonical form flattens
@@ -117,7 +119,8 @@ def _check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, 
             )
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
             raise ValueError(
-                f"{name} has head dim {x.shape[-1]}; wanted 1 to {MAX_HEAD_DIM} (layout {layouts[name]})."
+                f"{name} has head dim {x.shape[-1]}; wanted 1 to {MAX_HEAD_DIM} "
+                f"(layout {layouts[name]})."
             )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(
@@ -125,13 +128,14 @@ def _check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, 
         )
     if v.shape[-3:-1] != k.shape[-3:-1]:
         raise ValueError(
-            f"value has shape {v.shape} and key {k.shape}; wanted the same S and K: {layouts['value']}."
+            f"value has shape {v.shape} and key {k.shape}; wanted the same S and K: "
+            f"{layouts['value']}."
         )
     heads, key_heads = q.shape[-2], k.shape[-2]
     if key_heads == 0 or heads == 0 or heads % key_heads:
         raise ValueError(
-            f"query has {heads} heads and key {key_heads}; wanted N a multiple of K, both at least 1 "
-            "(layout (…, length, heads, dim))."
+            f"query has {heads} heads and key {key_heads}; wanted N a multiple of K, both at "
+            "least 1 (layout (…, length, heads, dim))."
         )
     return q, k, v, Dims(q.shape[:-3], heads, q.shape[-3], k.shape[-3])
 
@@ -167,8 +171,8 @@ def mask_of(arguments: Arguments, dims: Dims) -> Mask | None:
     elif arguments.mask is not None:
         if callable(arguments.mask):
             raise TypeError(
-                "mask is a function; wanted a bool array or a flashjax.masks term. Wrap the function "
-                "as flashjax.masks.Predicate(fn)."
+                "mask is a function; wanted a bool array or a flashjax.masks term. Wrap the "
+                "function as flashjax.masks.Predicate(fn)."
             )
         dense = Dense(_array(arguments.mask, "mask", "a bool array or a flashjax.masks term"))
         align(dense.values, "tile", dims, "mask")
@@ -203,7 +207,9 @@ def _lengths(lengths: Any, name: str, dims: Dims) -> jax.Array | None:
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {array.dtype}; wanted an integer dtype.")
     if array.shape not in (dims.batch, ()):
-        raise ValueError(f"{name} has shape {array.shape}; wanted {dims.batch}, one per batch member.")
+        raise ValueError(
+            f"{name} has shape {array.shape}; wanted {dims.batch}, one per batch member."
+        )
     return array
 
 
@@ -236,7 +242,7 @@ def _segments(ids: Any, dims: Dims) -> Mask:
             f"segment_ids is one array with T = {dims.rows} and S = {dims.columns}; "
             "wanted a pair (query ids, key ids)."
         )
-    sides = []
+    sides: list[jax.Array] = []
     for x, length in zip(pair, (dims.rows, dims.columns), strict=False):
         array = _array(x, "segment_ids", wanted)
         if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -259,7 +265,7 @@ def _score(arguments: Arguments, dims: Dims) -> Score | None:
         )
     if cap is not None:
         if isinstance(cap, (bool, str)) or (
-            isinstance(cap, (int, float, np.generic)) and not 0 < cap < math.inf
+            isinstance(cap, (int, float, np.generic)) and not 0 < float(cap) < math.inf
         ):
             raise ValueError(
                 f"logits_soft_cap is {cap!r}; wanted a finite number > 0, or None for no cap."
@@ -308,7 +314,8 @@ def _seed(arguments: Arguments, batch: int, heads: int) -> tuple[jax.Array, jax.
     if (typed and key.shape != ()) or not (typed or raw):
         came = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
         raise TypeError(
-            f"dropout_key is {came}; wanted one key, jax.random.key(seed) or jax.random.PRNGKey(seed)."
+            f"dropout_key is {came}; wanted one key, jax.random.key(seed) or "
+            "jax.random.PRNGKey(seed)."
         )
     words = dropout.seeds(key, batch, heads, shared=arguments.share_dropout)
     return words[0], words[1]

@@ -31,7 +31,7 @@ class Chunked:
     """The backend "xla"."""
 
     name = "xla"
-    platform = None
+    platform: str | None = None
 
     def unsupported(self, spec: Spec, device: Device) -> str | None:
         return None
@@ -73,7 +73,9 @@ class Chunked:
         walk = _walk(spec, config, operands, "columns")
         n_batch, n_heads = groups(walk)
         if n_batch == n_heads == 1:
-            return _rounded(backward_pass(spec, config, operands, walk, lse, delta, d_out), operands)
+            return _rounded(
+                backward_pass(spec, config, operands, walk, lse, delta, d_out), operands
+            )
         # The output's gradient has the query's layout: it is cut like one.
         d_operands = Operands(query=d_out, key=d_out[:, :0], value=d_out[:, :0])
 

@@ -65,7 +65,8 @@ def call(bound: Bound, arguments: Arguments, return_residual: bool) -> Any:
             array = jnp.broadcast_to(array, (*bound.batch, *array.shape[-3:]))
         return array.reshape(-1, *((1,) * (len(full) - array.ndim) + array.shape)[-3:])
 
-    return jax.nn.dot_product_attention(
+    attend: Any = jax.nn.dot_product_attention
+    return attend(
         operands.query,
         operands.key,
         operands.value,

@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +52,12 @@ def self_test(device: jax.Device) -> SelfTest:
             jax.random.normal(r, s, jnp.bfloat16) for r, s in zip(keys, shapes, strict=True)
         )
 
-        def run(implementation: str | None, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+        def run(implementation: str | None, dtype: Any) -> tuple[jax.Array, ...]:
             def call(*args: jax.Array) -> jax.Array:
                 return flashjax.dot_product_attention(
                     *args,
                     is_causal=True,
-                    implementation=implementation,  # type: ignore[arg-type]
+                    implementation=implementation,
                 )
 
             out, pull = jax.vjp(call, *(x.astype(dtype) for x in (q, key, v)))
@@ -135,4 +135,6 @@ def _distinct_devices() -> Iterable[tuple[jax.Device, Device]]:
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, ["-" * width for width in widths], *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )

@@ -9,8 +9,8 @@ import jax
 
 from flashjax import bind as binding
 from flashjax import cudnn
-from flashjax.bind import Arguments
 from flashjax.backend import Config, Device
+from flashjax.bind import Arguments
 from flashjax.masks import Blocks, Mask, Predicate, Ranges, schedule
 from flashjax.masks.schedule import size_bytes, tiles
 from flashjax.plan import Plan, current_device, device_of, implementations, plan
@@ -144,9 +144,7 @@ def _spec_of(query: Any, key: Any, value: Any, given: Arguments) -> Spec:
 
 def _concrete_mask(given: Arguments, query: Any, key: Any) -> Mask | None:
     """The call's mask with its values, or None where they are not all known (or there is none)."""
-    parts = (
-        given.mask, given.query_seq_lengths, given.key_value_seq_lengths, given.segment_ids
-    )
+    parts = (given.mask, given.query_seq_lengths, given.key_value_seq_lengths, given.segment_ids)
     abstract = (jax.ShapeDtypeStruct, jax.core.Tracer)
     if any(isinstance(x, abstract) for x in jax.tree.leaves(parts)):
         return None

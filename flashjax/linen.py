@@ -1,4 +1,4 @@
-"""Flax linen: ``nn.MultiHeadDotProductAttention(..., attention_fn=flashjax.linen.attention_fn)``."""
+"""Flax linen: ``MultiHeadDotProductAttention(…, attention_fn=flashjax.linen.attention_fn)``."""
 
 from __future__ import annotations
 

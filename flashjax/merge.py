@@ -29,8 +29,8 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.
     for index, (out, lse) in enumerate(parts):
         if out.shape != shape or lse.shape != shape[:-1]:
             raise ValueError(
-                f"merge: parts[{index}] has out {out.shape} and lse {lse.shape}; wanted {shape} and "
-                f"{shape[:-1]}, as in parts[0]."
+                f"merge: parts[{index}] has out {out.shape} and lse {lse.shape}; wanted "
+                f"{shape} and {shape[:-1]}, as in parts[0]."
             )
     lses = jnp.stack([lse for _, lse in parts])
     largest = jax.lax.stop_gradient(lses.max(0))
@@ -41,9 +41,8 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.
     total = weights.sum(0)
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    out = sum(
-        (weight / total)[..., None] * part.astype(total.dtype)
-        for weight, (part, _) in zip(weights, parts, strict=True)
-    )
+    out = jnp.zeros(shape, total.dtype)
+    for weight, (part, _) in zip(weights, parts, strict=True):
+        out = out + (weight / total)[..., None] * part.astype(total.dtype)
     lse = jnp.where(empty, -jnp.inf, jnp.log(total) + largest)
-    return jnp.asarray(out).astype(parts[0][0].dtype), lse
+    return out.astype(parts[0][0].dtype), lse

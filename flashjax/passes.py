@@ -286,9 +286,7 @@ def backward_pass(
         start = cast_varying(
             (jnp.zeros(scorer.key_t.shape[1:], acc), jnp.zeros(value.shape, acc)), scorer.axes
         )
-        sums, d_query, d_key, d_value = lax.fori_loop(
-            0, path.count[0, 0], visit, (*carry, *start)
-        )
+        sums, d_query, d_key, d_value = lax.fori_loop(0, path.count[0, 0], visit, (*carry, *start))
         return (sums, d_query), (d_key, d_value)
 
     index = jnp.arange(scorer.columns.count, dtype=jnp.int32)

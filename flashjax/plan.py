@@ -102,7 +102,7 @@ def plan(spec: Spec, implementation: str | None, device: Device) -> Plan:
 
 def _choose(spec: Spec, implementation: str | None, device: Device, direction: Direction) -> Choice:
     names = [implementation] if implementation else [*UNBUILT, *BACKENDS]
-    refused = []
+    refused: list[tuple[str, str]] = []
     for name in dict.fromkeys(names):
         reason = refusal(name, spec, device)
         if reason is None:

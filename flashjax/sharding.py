@@ -35,9 +35,7 @@ def roles(spec: Spec) -> Operands:
         ends = ("b" if x.shape[0] != 1 else None, "n" if x.shape[1] != 1 else None)
         return P(*ends, *[None] * (len(x.shape) - 2))
 
-    rest = jax.tree.map(
-        one, dataclasses.replace(spec.shapes, query=None, key=None, value=None)
-    )
+    rest = jax.tree.map(one, dataclasses.replace(spec.shapes, query=None, key=None, value=None))
     key = P("b", None, "k", None)
     return dataclasses.replace(rest, query=OUT, key=key, value=key)
 
@@ -55,7 +53,7 @@ def gradient_roles(spec: Spec) -> Operands:
             )
         else:
             found[name] = places[0]
-    return Operands(**found)  # type: ignore[arg-type]
+    return Operands(**found)
 
 
 def _is_role(x: Any) -> bool:
@@ -249,7 +247,7 @@ def backward(
 
     places = jax.tree.leaves((roles(spec), LSE, LSE, OUT), is_leaf=_is_role)
     found = _partitioned(spec, whole, on_shard, places, grad_places, leaves)
-    return jax.tree.unflatten(grad_tree, found)  # type: ignore[no-any-return]
+    return jax.tree.unflatten(grad_tree, found)
 
 
 def _split_by_compiler(operands: Operands) -> bool:
@@ -291,10 +289,8 @@ def _partitioned(
     mesh = jax.typeof(leaves[0]).sharding.mesh
     rule, whole_dims, sizes = _rule(spec, _keys_follow(spec, mesh), places, out_places)
     call = custom_partitioning(lambda *leaves: tuple(whole(*leaves)))
-    call.def_partition(
-        partition, sharding_rule=rule, need_replication_factors=whole_dims, **sizes
-    )
-    return call(*leaves)  # type: ignore[no-any-return]
+    call.def_partition(partition, sharding_rule=rule, need_replication_factors=whole_dims, **sizes)
+    return call(*leaves)
 
 
 def _keys_follow(spec: Spec, mesh: Any) -> bool:
@@ -327,5 +323,3 @@ def _rule(
     inputs, outputs = (", ".join(map(dims, group)) for group in (places, out_places))
     sizes = {"g": spec.group} if keys_follow else {}
     return f"{inputs} -> {outputs}", tuple(whole_dims), sizes
-
-

@@ -110,7 +110,7 @@ class Structure:
         return treedef, tuple((getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in leaves)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self._signature() == other._signature()  # type: ignore[attr-defined]
+        return type(other) is type(self) and self._signature() == other._signature()
 
     def __hash__(self) -> int:
         return hash(self._signature())
@@ -128,7 +128,7 @@ S = TypeVar("S", bound=Structure)
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(operand, nested))
-def structure(cls: type[S]) -> type[S]:
+def structure[S: Structure](cls: type[S]) -> type[S]:
     """Class decorator: a frozen dataclass that is a pytree of its arrays.
 
     Python numbers and None in operand fields are static: ``Causal(offset=3)`` compiles the 3 in,
@@ -166,7 +166,7 @@ class _Static(NamedTuple):
     value: Any
 
 
-def replace(self: S, **changed: Any) -> S:
+def replace[S: Structure](self: S, **changed: Any) -> S:
     """Like dataclasses.replace, without re-checking fields that already hold canonical arrays."""
     new = object.__new__(type(self))
     for field in dataclasses.fields(self):  # type: ignore[arg-type]

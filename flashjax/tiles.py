@@ -98,8 +98,17 @@ class Tiles:
     def _corner(self, x: jax.Array, i: Any, j: Any) -> tuple[list[Any], list[int]]:
         """Start and size of tile (i, j) in a padded operand."""
         spans = [x.shape[2] != 1, x.shape[3] != 1]
-        start = [0, 0, i * self.rows.size if spans[0] else 0, j * self.columns.size if spans[1] else 0]
-        size = [*x.shape[:2], self.rows.size if spans[0] else 1, self.columns.size if spans[1] else 1]
+        start = [
+            0,
+            0,
+            i * self.rows.size if spans[0] else 0,
+            j * self.columns.size if spans[1] else 0,
+        ]
+        size = [
+            *x.shape[:2],
+            self.rows.size if spans[0] else 1,
+            self.columns.size if spans[1] else 1,
+        ]
         return start, size
 
     def load(self, x: jax.Array | Blocked, i: Any, j: Any) -> jax.Array:
@@ -141,7 +150,7 @@ class Tiles:
         )
 
 
-def member(operands: X, group: Group, heads_per_key: int) -> X:
+def member[X](operands: X, group: Group, heads_per_key: int) -> X:
     """The part of canonical operands (or rank-4 trees) that belongs to one group."""
     if isinstance(operands, Operands):
         rest = dataclasses.replace(operands, query=None, key=None, value=None)

@@ -22,7 +22,7 @@ def varying_axes(tree: Any) -> frozenset[str]:
     return axes
 
 
-def cast_varying(tree: X, axes: frozenset[str]) -> X:
+def cast_varying[X](tree: X, axes: frozenset[str]) -> X:
     """`tree` with every leaf varying over `axes` too; the transpose sums gradients over them."""
 
     def cast(leaf: jax.Array) -> jax.Array:

@@ -21,6 +21,8 @@ class Running(NamedTuple):
 
 
 class Update(NamedTuple):
+    """What a new tile does: the statistics after it, and the factors it brings."""
+
     running: Running
     alpha: jax.Array  # factor for everything summed before, per row
     p: jax.Array  # exp(score − m), the new columns' unnormalised weights

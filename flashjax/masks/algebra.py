@@ -36,7 +36,7 @@ class Mask(Structure):
         return None
 
     def verdict(self, rows: Blocks, columns: Blocks) -> jax.Array:
-        """EMPTY, PARTIAL or FULL per tile: int8, broadcastable to (B, N, row blocks, column blocks).
+        """EMPTY, PARTIAL or FULL per tile: int8, broadcasts to (B, N, row blocks, column blocks).
 
         PARTIAL is always sound; EMPTY and FULL are promises.
         """

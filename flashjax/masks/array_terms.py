@@ -190,7 +190,7 @@ class Dense(Mask):
 
 @structure
 class BlockSparse(Mask):
-    """A boolean per block of ``block_rows`` × ``block_columns`` positions: ([batch,] [N,] nr, nc)."""
+    """A boolean per block of ``block_rows`` × ``block_columns``: ([*batch,] [N|1,] nr, nc)."""
 
     blocks: Any = operand("tile")
     block_rows: int = dataclasses.field(default=128)
@@ -270,7 +270,9 @@ class Predicate(Mask):
     def aligned(self, dims: Dims) -> Self:
         new = super().aligned(dims)
         tile = jax.ShapeDtypeStruct((2, 2), jnp.int32)
-        named = {k: jax.ShapeDtypeStruct((2, 2), jnp.result_type(x)) for k, x in self._named().items()}
+        named = {
+            k: jax.ShapeDtypeStruct((2, 2), jnp.result_type(x)) for k, x in self._named().items()
+        }
         out = check_captures(self.fn, (tile, tile), named)
         if getattr(out, "shape", None) != (2, 2) or out.dtype != jnp.bool_:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Mask terms in closed form. Row = query position, column = key position; scalars may be per batch member.
+"""Mask terms in closed form. Row = query position, column = key position.
 
 Scalar fields take an int (compiled in), a traced scalar, or an array (*batch,) or
 (*batch|1, N|1).

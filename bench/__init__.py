@@ -1,0 +1,1 @@
+"""Measurements. Results are committed under ``bench/results``; nothing here is a test."""
