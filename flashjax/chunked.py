@@ -37,7 +37,10 @@ class Chunked:
         return None
 
     def configs(self, spec: Spec, device: Device, *, backward: bool = False) -> tuple[Config, ...]:
-        return CONFIGS
+        # Short sequences get tiles no longer than they are, up to a multiple that vectors like.
+        rows, columns = (-(-max(n, 1) // 8) * 8 for n in (spec.rows, spec.columns))
+        fitting = (Config(min(c.rows, rows), min(c.columns, columns)) for c in CONFIGS)
+        return tuple(dict.fromkeys(fitting))
 
     def forward(
         self, spec: Spec, config: Config, operands: Operands

@@ -271,7 +271,9 @@ def backward_pass(
                 return _tile_gradients(scorer, row, key, value, i, j, masked)
 
             row = jax.tree.map(lambda x: x[i], rows)
-            grads = _by_kind(kinds, step.full[0, 0], take, row)
+            # Columns that do not exist would enter the sums over a row's columns.
+            whole = (j + 1) * scorer.columns.size <= scorer.columns.length
+            grads = _by_kind(kinds, step.full[0, 0] & whole, take, row)
             sums = {
                 name: jax.tree.map(lambda x, g: tiles.add(x, g, i, j), total, getattr(grads, name))
                 for name, total in sums.items()

@@ -48,6 +48,8 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
+    """Both directions' choices on one device."""
+
     device: Device
     forward: Choice
     backward: Choice

@@ -149,8 +149,8 @@ class ScoreMod(Score):
         out = check_captures(self.fn, (score, *[position] * 4), named)
         if getattr(out, "shape", None) != (2, 2) or not jnp.issubdtype(out.dtype, jnp.floating):
             raise TypeError(
-                f"ScoreMod(fn=…) returned {out} for a (2, 2) tile of float32 scores; wanted a float "
-                "array of the tile's shape: compute elementwise."
+                f"ScoreMod(fn=…) returned {out} for a (2, 2) tile of float32 scores; wanted a "
+                "float array of the tile's shape: compute elementwise."
             )
         return new
 

@@ -256,7 +256,10 @@ def check_captures(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 def _as_operand(value: Any, integer: bool, where: str) -> Any:
     if isinstance(value, Mapping):
-        return {str(k): _as_operand(v, integer, f"{where}[{k!r}]") for k, v in value.items()}
+        named = {str(k): _as_operand(v, integer, f"{where}[{k!r}]") for k, v in value.items()}
+        return {
+            k: np.asarray(v, np.result_type(v)) if _is_static(v) else v for k, v in named.items()
+        }
     if isinstance(value, np.generic):
         value = value.item()
     if _is_static(value):

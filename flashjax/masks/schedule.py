@@ -72,7 +72,8 @@ def schedule(mask: Mask | None, rows: Blocks, columns: Blocks, axis: Axis) -> Sc
     """The walk of each block of `axis` over the tiles of the other axis.
 
     ``axis="rows"`` drives forward and dQ, ``"columns"`` dK and dV. A tile that hangs over the end
-    of the walked axis is never FULL, so that its kernel masks what does not exist.
+    of the walked axis is never FULL, so that its kernel masks what does not exist. A FULL tile may
+    hang over the end of `axis` itself: there the results of what does not exist are not kept.
     """
     own, other = (rows, columns) if axis == "rows" else (columns, rows)
     if mask is None:
