@@ -197,11 +197,16 @@ def _parted(tree: Any) -> tuple[list[Any], Any]:
     """Splits arguments into arrays, which jit traces, and the rest, which it compiles in."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
     # Containers of an array, such as nnx.Param, count as arrays.
-    leaves = [x.__jax_array__() if hasattr(x, "__jax_array__") else x for x in leaves]
+    leaves = [_unwrapped(x) for x in leaves]
     dynamic = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
     # The type beside the value: True == 1 == 1.0 would share a cache entry.
     rest = tuple(None if d else (type(x), x) for d, x in zip(dynamic, leaves, strict=True))
     return [x for d, x in zip(dynamic, leaves, strict=True) if d], (treedef, rest)
+
+
+def _unwrapped(x: Any) -> Any:
+    convert = None if isinstance(x, jax.Array) else getattr(x, "__jax_array__", None)
+    return x if convert is None else convert()
 
 
 def _joined(arrays: Sequence[Any], static: Any) -> Any:

@@ -28,7 +28,7 @@ def _four_devices() -> None:
 
 
 def collectives(compiled: Any) -> dict[str, int]:
-    """How many collective instructions a compiled program holds; a combined one counts its parts."""
+    """How many collectives a compiled program holds; a combined one counts its parts."""
     counts = {}
     for name in COLLECTIVES:
         found = re.findall(rf"= (\(?[^=]*?) {name}(?:-start)?\(", compiled.as_text())
