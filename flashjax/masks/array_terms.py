@@ -138,7 +138,7 @@ class Intervals(Mask):
             visit = Range(blocks.minimum(begin), blocks.maximum(end))
             full = Range(blocks.maximum(begin), blocks.minimum(end))
         else:
-            first, last = jnp.asarray(blocks.begin), jnp.asarray(blocks.last)
+            first, last = blocks.begin, blocks.last
             visit = Range(
                 search(prefix_max(end), first, "right"), search(suffix_min(begin), last, "right")
             )
@@ -295,10 +295,10 @@ class Predicate(Mask):
         return jnp.broadcast_to(
             jnp.asarray(
                 self.tile_verdict(
-                    jnp.asarray(rows.begin)[:, None],
-                    jnp.asarray(rows.last)[:, None] + 1,
-                    jnp.asarray(columns.begin)[None, :],
-                    jnp.asarray(columns.last)[None, :] + 1,
+                    rows.begin[:, None],
+                    rows.last[:, None] + 1,
+                    columns.begin[None, :],
+                    columns.last[None, :] + 1,
                 )
             ).astype(jnp.int8),
             (1, 1, rows.count, columns.count),

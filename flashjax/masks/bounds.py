@@ -34,14 +34,16 @@ class Blocks:
     def padded(self) -> int:
         return self.count * self.size
 
+    # jnp, not numpy: a traced numpy array becomes a captured constant, which custom_partitioning
+    # does not take.
     @property
-    def begin(self) -> np.ndarray[Any, Any]:
-        return np.arange(self.count, dtype=np.int32) * np.int32(self.size)
+    def begin(self) -> jax.Array:
+        return jnp.arange(self.count, dtype=jnp.int32) * self.size
 
     @property
-    def last(self) -> np.ndarray[Any, Any]:
+    def last(self) -> jax.Array:
         """The last position of each block that exists."""
-        return np.minimum(self.begin + np.int32(self.size), np.int32(self.length)) - np.int32(1)
+        return jnp.minimum(self.begin + self.size, self.length) - 1
 
     def minimum(self, vector: jax.Array) -> jax.Array:
         """Per-block minimum over the last axis: (…, length) -> (…, count)."""
