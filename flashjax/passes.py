@@ -1,8 +1,7 @@
 """The two passes over tiles that ``chunked`` is made of, for operands that share one schedule.
 
 A tile of P or dS is never transposed: dK and dV are summed as Kᵀ-shaped (H, columns) products of
-qᵀ and dOᵀ, which are transposed once for the whole call. On CPU that took a tenth of the time that
-transposing the tiles did (docs/kernel-notes.md, "chunked").
+qᵀ and dOᵀ, which are transposed once for the whole call (docs/kernel-notes.md, "chunked").
 """
 
 from __future__ import annotations

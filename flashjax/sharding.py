@@ -135,18 +135,13 @@ def over_explicit_mesh(
     split = _split(spec, mesh, sharding.spec)
 
     wanted = jax.tree.map(split.resolve, roles(spec), is_leaf=_is_role)
-    operands = dataclasses.replace(
-        operands,
-        **{
-            name: jax.sharding.reshard(
-                getattr(operands, name), NamedSharding(mesh, getattr(wanted, name))
-            )
-            for name in ("query", "key", "value")
-        },
-    )
     # What comes whole goes in whole and is cut inside: its gradient is then one all-reduce, where
     # resharding outside would add an all-gather.
     given = jax.tree.map(lambda x, place: _given(jax.typeof(x), place), operands, wanted)
+    given = dataclasses.replace(given, query=wanted.query, key=wanted.key, value=wanted.value)
+    operands = jax.tree.map(
+        lambda x, place: jax.sharding.reshard(x, NamedSharding(mesh, place)), operands, given
+    )
 
     def on_shard(operands: Operands) -> tuple[jax.Array, jax.Array]:
         # One cast over all axes, whose transpose is one sum, before anything is cut.

@@ -194,6 +194,15 @@ def test_inside_shard_map_with_varying_axes_checked(implementation: str) -> None
     assert_equal_values(compiled(operands), jax.jit(run)(operands))
 
 
+def test_a_bias_split_where_the_query_is_not() -> None:
+    operands = {**inputs(4), "bias": EXTRAS["broadcast"][0]["bias"]}
+    place = {"bias": P(None, "y"), **{n: P("x") for n in ("query", "key", "value")}}
+    mesh = mesh_of(EXPLICIT)
+    split = {n: jax.device_put(x, NamedSharding(mesh, place[n])) for n, x in operands.items()}
+    run = jax.jit(program("plain"))
+    assert_equal_values(run(split), run(operands))
+
+
 def test_explicit_mesh_in_context_and_vmap() -> None:
     mesh, operands = mesh_of(EXPLICIT), inputs(8)
     with jax.set_mesh(mesh):
