@@ -24,7 +24,7 @@ from flashjax.tiles import Group, add_member, member
 from flashjax.varying import cast_varying, varying_axes
 
 # Rows × columns, best first; measured on CPU (docs/kernel-notes.md, "chunked").
-CONFIGS = (Config(256, 512), Config(128, 128), Config(64, 256), Config(512, 64))
+CONFIGS = (Config(512, 256), Config(128, 128), Config(64, 256), Config(256, 64))
 
 
 class Chunked:
@@ -37,9 +37,10 @@ class Chunked:
         return None
 
     def configs(self, spec: Spec, device: Device, *, backward: bool = False) -> tuple[Config, ...]:
-        # Short sequences get tiles no longer than they are, up to a multiple that vectors like.
-        rows, columns = (-(-max(n, 1) // 8) * 8 for n in (spec.rows, spec.columns))
-        fitting = (Config(min(c.rows, rows), min(c.columns, columns)) for c in CONFIGS)
+        fitting = (
+            Config(_even(spec.rows, config.rows), _even(spec.columns, config.columns))
+            for config in CONFIGS
+        )
         return tuple(dict.fromkeys(fitting))
 
     def forward(
@@ -98,6 +99,13 @@ class Chunked:
 
 
 BACKEND = Chunked()
+
+
+def _even(length: int, size: int) -> int:
+    """A tile size of at most `size` that leaves little of the last tile empty."""
+    count = max(1, -(-length // size))
+    unit = 64 if length > 256 else 8
+    return min(size, max(8, -(-length // (count * unit)) * unit))
 
 
 def _walk(spec: Spec, config: Config, operands: Operands, axis: Any) -> Schedule:

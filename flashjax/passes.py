@@ -66,7 +66,6 @@ class _Scorer:
         query = operands.query if self.folded is None else operands.query * self.folded
         self.query = row_blocks(query.astype(spec.dtype), self.rows, spec.key_heads)
         self.key = column_blocks(operands.key, self.columns)
-        self.key_t = self.key.swapaxes(-1, -2)
         self.value = column_blocks(operands.value, self.columns)
         self.axes = varying_axes(operands.query)
 
@@ -94,8 +93,8 @@ class _Scorer:
             preferred_element_type=self.spec.accumulator,
         )
 
-    def score(self, query: jax.Array, i: Any, j: Any, masked: bool) -> _Scored:
-        products = self.product("bkgth,bkhs->bkgts", query, self.key_t[j])
+    def score(self, query: jax.Array, key_t: jax.Array, i: Any, j: Any, masked: bool) -> _Scored:
+        products = self.product("bkgth,bkhs->bkgts", query, key_t)
         scale = self.scale(i, j)
         raw = products if scale is None else products * scale
         keep = self._exists(i, j) if masked else None
@@ -169,12 +168,14 @@ def forward_pass(
     if sinks is not None:
         sinks = scorer.tiles.load(sinks, 0, 0)[..., 0].astype(spec.accumulator)
 
+    key_t = scorer.key.swapaxes(-1, -2)
+
     def row_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         query, path = scorer.query[i], at_block(walk, i)
 
         def take(masked: bool, carry: Any, j: jax.Array) -> Any:
             running, acc = carry
-            scored = scorer.score(query, i, j, masked)
+            scored = scorer.score(query, key_t[j], i, j, masked)
             value = scorer.value[j]
             if scored.keep is not None:
                 value = jnp.where(_column_used(scored.keep), value, 0)
@@ -222,6 +223,14 @@ class _Rows(NamedTuple):
     delta: jax.Array
 
 
+class _Column(NamedTuple):
+    """What the backward reads of one column block."""
+
+    key: jax.Array
+    key_t: jax.Array
+    value_t: jax.Array
+
+
 def backward_pass(
     spec: Spec,
     config: Config,
@@ -256,10 +265,12 @@ def backward_pass(
     sums = {name: zeros(name) for name in ("scale", "bias", "score") if name in wanted}
     d_query = jnp.zeros(scorer.query.shape, acc)
     sums, d_query = cast_varying((sums, d_query), scorer.axes)
-    value_t = scorer.value.swapaxes(-1, -2)
 
     def column_block(carry: Any, j: jax.Array) -> Any:
-        path, key, value = at_block(walk, j), scorer.key[j], value_t[j]
+        path = at_block(walk, j)
+        column = _Column(
+            scorer.key[j], *(x[j].swapaxes(-1, -2) for x in (scorer.key, scorer.value))
+        )
 
         def visit(index: jax.Array, carry: Any) -> Any:
             sums, d_query, d_key, d_value = carry
@@ -267,7 +278,7 @@ def backward_pass(
             i = step.tile[0, 0]
 
             def take(masked: bool, row: _Rows) -> _TileGradients:
-                return _tile_gradients(scorer, row, key, value, i, j, masked)
+                return _tile_gradients(scorer, row, column, i, j, masked)
 
             row = jax.tree.map(lambda x: x[i], rows)
             # Columns that do not exist would enter the sums over a row's columns.
@@ -285,7 +296,7 @@ def backward_pass(
             )
 
         start = cast_varying(
-            (jnp.zeros(scorer.key_t.shape[1:], acc), jnp.zeros(value.shape, acc)), scorer.axes
+            (jnp.zeros(column.key_t.shape, acc), jnp.zeros(column.value_t.shape, acc)), scorer.axes
         )
         sums, d_query, d_key, d_value = lax.fori_loop(0, path.count[0, 0], visit, (*carry, *start))
         return (sums, d_query), (d_key, d_value)
@@ -311,11 +322,12 @@ def backward_pass(
 
 
 def _tile_gradients(
-    scorer: _Scorer, row: _Rows, key: jax.Array, value_t: jax.Array, i: Any, j: Any, masked: bool
+    scorer: _Scorer, row: _Rows, column: _Column, i: Any, j: Any, masked: bool
 ) -> _TileGradients:
     """One tile's part of every gradient: P from S and LSE, dP = dO·Vᵀ, dS = P ∘ (dP − Δ)."""
     spec, product = scorer.spec, scorer.product
-    scored = scorer.score(row.query, i, j, masked)
+    key = column.key
+    scored = scorer.score(row.query, column.key_t, i, j, masked)
     keep = scored.keep
     if keep is not None:
         row_used = keep.any(-1)
@@ -327,7 +339,7 @@ def _tile_gradients(
         )
         key = jnp.where(_column_used(keep), key, 0)
     p = softmax.probabilities(scored.scores, row.lse)
-    d_p = product("bkgth,bkhs->bkgts", row.d_out, value_t)
+    d_p = product("bkgth,bkhs->bkgts", row.d_out, column.value_t)
     factor = scorer.drop(i, j)
     dropped = p
     if factor is not None:
