@@ -192,10 +192,12 @@ def chunked(draw: Draw, grid: Grid) -> Drawn:
 
 
 def segment_ids(r: np.random.Generator, shape: tuple[int, ...], order: str) -> Array:
-    """Segment ids: `order` is "any" (padding anywhere) or "ascending" (padding at both ends)."""
+    """Ids "ascending" with padding at both ends, or with "holes" of it, or in "any" order."""
     if order == "any":
         return r.integers(-2, r.integers(1, 5), shape)
     ids = np.sort(r.integers(0, r.integers(1, 6), shape), -1)
+    if order == "holes":
+        return np.where(r.random(shape) < 0.1, -3, ids)
     padding = r.integers(0, shape[-1] + 1, 2) if r.random() < 0.5 else (0, 0)
     position = np.arange(shape[-1])
     return np.where((position < padding[0] // 2) | (position >= shape[-1] - padding[1]), -1, ids)
@@ -218,7 +220,7 @@ def _vector_shape(draw: Draw, grid: Grid, length: int) -> tuple[int, ...]:
 @st.composite
 def segments(draw: Draw, grid: Grid) -> Drawn:
     r = draw(generators())
-    order = draw(st.sampled_from(["any", "ascending"]))
+    order = draw(st.sampled_from(["any", "ascending", "holes"]))
     query = segment_ids(r, _vector_shape(draw, grid, grid.rows), order)
     key = segment_ids(r, _vector_shape(draw, grid, grid.columns), order)
     if grid.rows == grid.columns and draw(st.booleans()):
@@ -330,12 +332,8 @@ TERMS: dict[str, Maker] = {
 }
 
 
-def terms(grid: Grid) -> st.SearchStrategy[Drawn]:
-    return st.one_of([make(grid) for make in TERMS.values()])
-
-
-def compositions(grid: Grid) -> st.SearchStrategy[Drawn]:
-    """Terms under &, | and ~, nested."""
+def composed(terms: st.SearchStrategy[Drawn]) -> st.SearchStrategy[Drawn]:
+    """Terms under one or more of &, | and ~."""
 
     def extend(inner: st.SearchStrategy[Drawn]) -> st.SearchStrategy[Drawn]:
         pair = st.tuples(inner, inner)
@@ -345,15 +343,50 @@ def compositions(grid: Grid) -> st.SearchStrategy[Drawn]:
             inner.map(lambda d: ~d),
         )
 
-    return st.recursive(terms(grid), extend, max_leaves=4)
+    return extend(st.recursive(terms, extend, max_leaves=3))
+
+
+def compositions(grid: Grid) -> st.SearchStrategy[Drawn]:
+    return composed(st.one_of([make(grid) for make in TERMS.values()]))
+
+
+@st.composite
+def two_ranges(draw: Draw, grid: Grid) -> Drawn:
+    """Rows that see two ranges of columns, in either order, apart, touching or overlapping."""
+    row, column = grid.positions
+    near = st.integers(-40, 40)
+
+    def local() -> Drawn:
+        left, right, offset = draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(near)
+        distance = column - row - offset
+        dense = (distance >= -left) & (distance <= right)
+        return meaning(grid, masks.Window(left, right, offset), dense)
+
+    def start() -> Drawn:
+        length = draw(st.integers(0, 40))
+        return meaning(grid, masks.Prefix(length), (column < length) & (row >= 0))
+
+    def after() -> Drawn:
+        offset = draw(near)
+        return meaning(grid, ~masks.Causal(offset), column > row + offset)
+
+    parts = [draw(st.sampled_from([local, start, after]))() for _ in range(2)]
+    both = draw(st.sampled_from([lambda: parts[0] | parts[1], lambda: ~local()]))()
+    return both & draw(causal(grid)) if draw(st.booleans()) else both
 
 
 def drawn_masks() -> st.SearchStrategy[Drawn]:
     return grids().flatmap(compositions)
 
 
+COMPOSITIONS: dict[str, Maker] = {
+    "composition": compositions,
+    "two ranges": two_ranges,
+}
+
+
 def term(name: str) -> st.SearchStrategy[Drawn]:
-    return grids().flatmap(TERMS.get(name, compositions))
+    return grids().flatmap((TERMS | COMPOSITIONS)[name])
 
 
 def pairs_of(masks_on: Maker, grid: Grid | None = None) -> st.SearchStrategy[tuple[Drawn, Drawn]]:

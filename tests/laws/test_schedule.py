@@ -14,11 +14,11 @@ from tests.laws.closed_forms import (
     exact_conjunctions,
     negations,
 )
-from tests.laws.strategies import AXES, TERMS, Axis, Drawn, drawn_masks, grids, term
+from tests.laws.strategies import AXES, COMPOSITIONS, TERMS, Axis, Drawn, drawn_masks, grids, term
 
 
-@pytest.mark.parametrize("name", [*TERMS, "composition"])
-@settings(max_examples=40)
+@pytest.mark.parametrize("name", [*TERMS, *COMPOSITIONS])
+@settings(max_examples=50)
 @given(st.data())
 def test_every_tile_that_holds_something_is_visited_once(name: str, data: st.DataObject) -> None:
     drawn = data.draw(term(name))

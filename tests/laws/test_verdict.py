@@ -7,9 +7,18 @@ from hypothesis import strategies as st
 
 from flashjax.masks import EMPTY, FULL, PARTIAL
 from tests.laws.answers import Answers, verdicts
-from tests.laws.strategies import TERMS, Drawn, compositions, drawn_masks, grids, pairs_of, term
+from tests.laws.strategies import (
+    COMPOSITIONS,
+    TERMS,
+    Drawn,
+    compositions,
+    drawn_masks,
+    grids,
+    pairs_of,
+    term,
+)
 
-NAMES = (*TERMS, "composition")
+NAMES = (*TERMS, *COMPOSITIONS)
 
 
 @pytest.mark.parametrize("name", NAMES)
