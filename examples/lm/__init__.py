@@ -1,0 +1,1 @@
+"""A byte-level language model trained with flashjax: what `examples/train_lm.py` is made of."""

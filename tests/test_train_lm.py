@@ -1,0 +1,249 @@
+"""The training script: a short run end to end, its one-line errors, and the model it trains."""
+
+import csv
+import dataclasses
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import Array
+
+from lm.config import PRESETS, Config, InputError
+from lm.model import LanguageModel
+from lm.packing import VOCABULARY, pack
+from lm.step import LossSum, TrainState, loss_sum, make_program
+from lm.train import Compiled, train_steps
+from train_lm import main
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "train_lm.py"
+SMALL = dataclasses.replace(
+    PRESETS["tiny"],
+    length=64,
+    batch=2,
+    steps=3,
+    layers=1,
+    width=32,
+    heads=2,
+    kv_heads=1,
+    mlp_width=48,
+    log_every=2,
+    evaluate_every=2,
+    evaluation_rows=2,
+    final_evaluation_rows=4,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles() -> Iterator[None]:
+    # Nearly all of these tests' time is XLA's; what is computed is tiny.
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.fixture
+def small_preset(monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setitem(PRESETS, "tiny", SMALL)
+    return SMALL
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i}.txt").write_text(f"line {i} of a small text\n" * (i + 1))
+    return folder
+
+
+@pytest.mark.usefixtures("small_preset")
+def test_a_short_run_leaves_its_numbers_and_its_plot(
+    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "run"
+    assert main(["--data", str(texts), "--out", str(out)]) == 0
+    with (out / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["2", "3"]
+    assert list(rows[0]) == [
+        "step",
+        "tokens",
+        "train_loss",
+        "validation_loss",
+        "tokens_per_second",
+        "time",
+    ]
+    assert all(math.isfinite(float(value)) for row in rows for value in row.values())
+    assert 0 < int(rows[-1]["tokens"]) <= 3 * SMALL.tokens_per_step
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr()
+    last = printed.out.splitlines()[-1]
+    assert last.startswith("validation loss ")
+    assert " >= order-1 entropy " in last
+    assert "flashjax attention: " in printed.out
+    assert "tokens/s" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--preset", "enormous"], "--preset: invalid choice: 'enormous'"),
+        (["--steps", "many"], "--steps: invalid int value: 'many'"),
+        (["--steps", "0"], "--steps is 0; give 1 or more"),
+        (["--batch", "-1"], "--batch is -1; give 1 or more"),
+        (["--length", "8"], "--length is 8; give 16 or more"),
+        (["--learning-rate", "nan"], "--learning-rate is nan"),
+        (["--implementation", "fast"], "--implementation: invalid choice: 'fast'"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--data", "{tmp}/missing"], "missing: no such file or directory"),
+        (["--data", "{tmp}/*.txt"], "the glob matches no file"),
+        (["--data", "{tmp}/empty"], "the directory holds no files"),
+        (["--data", "{tmp}/binary"], "none of its 1 files is non-empty UTF-8 text"),
+        (["--data", "{tmp}/text", "--out", "{tmp}/binary"], "cannot write there"),
+        (["--data", "{tmp}/short"], "one document of 5 bytes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_told_in_one_line(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").write_bytes(b"\x00\x01")
+    (tmp_path / "short").write_bytes(b"short")
+    (tmp_path / "text").write_bytes(b"long enough\n" * 100)
+    given = ["--out", str(tmp_path / "out"), *(flag.format(tmp=tmp_path) for flag in flags)]
+    assert main(given) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("train_lm: ")
+    assert printed.err.count("\n") == 1
+    assert said in printed.err
+
+
+@pytest.mark.usefixtures("small_preset")
+def test_an_implementation_that_cannot_do_the_call_is_told_in_one_line(
+    tmp_path: Path,
+    texts: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError("segment_ids: not on this\nmachine; use 'xla'")
+
+    monkeypatch.setattr("flashjax.explain", refuse)
+    flags = ["--data", str(texts), "--out", str(tmp_path / "out"), "--implementation", "xla"]
+    assert main(flags) == 2
+    wanted = "train_lm: --implementation xla: segment_ids: not on this machine; use 'xla'\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_a_loss_that_is_no_number_stops_the_run() -> None:
+    rows = pack([b"a text"], SMALL.length)
+    lost = LossSum(jnp.array(jnp.nan), jnp.array(1))
+    compiled = Compiled(train=lambda state, batch: (state, lost), evaluate=lambda *_: lost)
+    state = TrainState(jnp.zeros((), jnp.int32), None, None)
+    with pytest.raises(InputError, match="loss is nan by step 2; lower --learning-rate"):
+        train_steps(SMALL, rows, state, compiled, range(2))
+
+
+def test_the_script_ends_with_status_2_and_no_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--preset", "enormous"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("train_lm: ")
+    assert done.stderr.count("\n") == 1
+
+
+Logits = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+def fresh_model(config: Config) -> Logits:
+    """Inputs, segment ids and positions of one row to its logits."""
+
+    @jax.jit
+    def logits(inputs: Array, segment_ids: Array, positions: Array) -> Array:
+        return LanguageModel(config, nnx.Rngs(0))(inputs, segment_ids, positions)[0]
+
+    return lambda *operands: np.asarray(logits(*operands))
+
+
+@pytest.fixture(scope="module")
+def small_model() -> Logits:
+    return fresh_model(SMALL)
+
+
+def test_logits_do_not_depend_on_what_is_packed_beside_a_document(
+    small_model: Logits,
+) -> None:
+    text, other = b"some text of this length", b"and some other text"
+    count = len(text) + 1
+
+    def logits(*documents: bytes) -> np.ndarray:
+        batch = pack(documents, SMALL.length).batch([0])
+        assert batch.segment_ids.max() == len(documents) - 1
+        return small_model(batch.inputs, batch.segment_ids, batch.positions)
+
+    together = logits(text, other)
+    beside_another = logits(text, other[::-1])
+    np.testing.assert_array_equal(together[:count], beside_another[:count])
+    np.testing.assert_allclose(together[:count], logits(text)[:count], rtol=1e-5, atol=1e-5)
+    assert not np.allclose(together[count : count + 9], beside_another[count : count + 9])
+
+
+def test_logits_do_not_depend_on_later_tokens_but_do_on_earlier_ones(
+    small_model: Logits,
+) -> None:
+    batch = pack([bytes(range(80))], SMALL.length).batch([0])
+    changed = batch.inputs.copy()
+    changed[0, 32] += 1
+    before = small_model(batch.inputs, batch.segment_ids, batch.positions)
+    after = small_model(changed, batch.segment_ids, batch.positions)
+    np.testing.assert_array_equal(before[:32], after[:32])
+    assert (np.abs(before - after).max(axis=-1)[32:36] > 1e-5).all()
+
+
+def test_padding_counts_for_nothing_in_the_loss() -> None:
+    batch = pack([b"a text"], 16).batch([0, -1])
+    logits = jnp.zeros((2, 16, VOCABULARY)).at[:, 7:].set(jnp.inf)
+    total = loss_sum(logits, jax.tree.map(jnp.asarray, batch))
+    assert float(total.nats) == pytest.approx(7 * math.log(VOCABULARY), rel=1e-6)
+    assert int(total.bytes) == 6
+
+
+def test_training_lowers_the_loss_and_goes_on_from_a_state_to_the_bit() -> None:
+    config = dataclasses.replace(SMALL, steps=30, learning_rate=1e-2)
+    rows = pack([b"abcdefghijklmnopqrstuvwxyz" * 4] * 2, config.length)
+    program = make_program(config)
+    compiled = Compiled(jax.jit(program.train), jax.jit(program.evaluate))
+    start = jax.jit(program.start)()
+    _, first = train_steps(config, rows, start, compiled, range(1))
+    middle, _ = train_steps(config, rows, start, compiled, range(20))
+    resumed, last = train_steps(config, rows, middle, compiled, range(20, 30))
+    unbroken, _ = train_steps(config, rows, start, compiled, range(30))
+    assert first.loss == pytest.approx(math.log(VOCABULARY), rel=0.1)
+    assert last.loss < first.loss / 2
+    assert resumed.step == config.steps
+    jax.tree.map(np.testing.assert_array_equal, resumed, unbroken)
+
+
+def test_bfloat16_layers_stay_near_float32_ones(small_model: Logits) -> None:
+    batch = pack([b"a text of some length, packed", b"with another"], SMALL.length).batch([0])
+    operands = (batch.inputs, batch.segment_ids, batch.positions)
+    exact = small_model(*operands)
+    half = dataclasses.replace(SMALL, dtype="bfloat16")
+    rounded = fresh_model(half)(*operands)
+    assert rounded.dtype == np.float32
+    assert 0 < np.abs(rounded - exact).max() < 0.05 * np.abs(exact).max()
