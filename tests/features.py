@@ -83,11 +83,6 @@ def window(s: Shape, r: Rng) -> Part:
     return Part({"local_window_size": (5, 2)}, (column >= row - 5) & (column <= row + 2))
 
 
-def window_of_one_number(s: Shape, r: Rng) -> Part:
-    row, column = grid(s)
-    return Part({"local_window_size": 4}, abs(row - column) <= 4)
-
-
 def half_open_window(s: Shape, r: Rng) -> Part:
     row, column = grid(s)
     return Part({"mask": masks.Window(None, 3, offset=2)}, column <= row + 5)
@@ -248,10 +243,6 @@ def soft_cap(s: Shape, r: Rng) -> Part:
     return Part({"logits_soft_cap": 2.5}, options={"soft_cap": 2.5})
 
 
-def soft_cap_as_score(s: Shape, r: Rng) -> Part:
-    return Part({"score_mod": scores.soft_cap(1.5)}, options={"soft_cap": 1.5})
-
-
 def _alibi(slopes: Any) -> Score:
     slopes = slopes.reshape(1, -1, 1, 1)
     return Score(
@@ -270,15 +261,6 @@ def alibi(s: Shape, r: Rng) -> Part:
         options={"score": lambda operands: _alibi(operands["slopes"])},
         score_mod=lambda operands: scores.Alibi(operands["slopes"]),
     )
-
-
-def alibi_default(s: Shape, r: Rng) -> Part:
-    # The paper's slopes: powers of two, then every second one of the next finer series.
-    power = 1 << (s.N.bit_length() - 1)
-    exponents = [8 / power * i for i in range(1, power + 1)]
-    exponents += [4 / power * i for i in range(1, 2 * power, 2)][: s.N - power]
-    slopes = np.asarray([2.0**-x for x in exponents], np.float32)
-    return Part({"score_mod": scores.Alibi()}, options={"score": _alibi(slopes)})
 
 
 def _bent(
@@ -342,28 +324,18 @@ def dropout(s: Shape, r: Rng) -> Part:
     return Part({"dropout_rate": 0.25, "dropout_key": jax.random.key(3)}, options=options)
 
 
-def dropout_raw_key(s: Shape, r: Rng) -> Part:
-    part = dropout(s, r)
-    part.arguments["dropout_key"] = np.asarray(jax.random.PRNGKey(3))
-    return part
-
-
 def deterministic(s: Shape, r: Rng) -> Part:
     return Part({"deterministic_backward": True})
-
-
-def highest(s: Shape, r: Rng) -> Part:
-    return Part({"precision": "highest"})
 
 
 PARTS: dict[str, Maker] = {
     maker.__name__: maker
     for maker in (
-        is_causal, window, window_of_one_number, half_open_window, lengths, segments,
+        is_causal, window, half_open_window, lengths, segments,
         unsorted_segments, boolean, boolean_per_head, boolean_of_columns, bottom_right,
         causal_offset_per_batch, prefix, chunks, sink_tokens_and_window, intervals, block_sparse,
-        complement, predicate, traced_scale, static_scale, soft_cap, soft_cap_as_score, alibi,
-        alibi_default, score_mod, sinks, dropout, dropout_raw_key, deterministic, highest,
+        complement, predicate, traced_scale, static_scale, soft_cap, alibi,
+        score_mod, sinks, dropout, deterministic,
     )
 }  # fmt: skip
 PARTS |= {

@@ -157,8 +157,8 @@ def _with_arrays(arguments: Mapping[str, Any], arrays: Any) -> Any:
     return jax.tree.unflatten(tree, [next(given) if _is_array(x) else x for x in leaves])
 
 
-def run(implementation: Any, case: Case) -> dict[str, Array]:
-    """out, lse and all gradients, each checked to have its operand's shape and dtype."""
+def step_of(implementation: Any, case: Case) -> Callable[..., Any]:
+    """(inputs, arrays, cotangents) -> ((out, lse), gradients), for cases alike but in values."""
 
     def both(inputs: Any, arrays: Any, cotangents: Any) -> Any:
         def attention(query: Any, key: Any, value: Any, operands: Any) -> Any:
@@ -167,8 +167,15 @@ def run(implementation: Any, case: Case) -> dict[str, Array]:
         results, pull = jax.vjp(attention, *inputs)
         return results, pull(cotangents)
 
+    return jit(both)
+
+
+def run(
+    implementation: Any, case: Case, step: Callable[..., Any] | None = None
+) -> dict[str, Array]:
+    """out, lse and all gradients, each checked to have its operand's shape and dtype."""
+    step = step or step_of(implementation, case)
     inputs = (case.query, case.key, case.value, dict(case.operands))
-    step = jit(both)
     with jax.enable_x64(case.query.dtype == F64):
         try:
             (out, lse), grads = step(inputs, arrays_of(case.arguments), case.cotangents)

@@ -240,7 +240,7 @@ def test_case_11_flax_masks_of_zeros_and_ones(implementation: Any) -> None:
 
 
 @each
-@pytest.mark.parametrize("dims", ["B11S", "11TS", "B1T1", "1N11", "NTS", "TS", "S"])
+@pytest.mark.parametrize("dims", ["B11S", "11TS", "B1T1", "1N11", "TS"])
 def test_case_12_masks_broadcast_as_in_numpy(dims: str, implementation: Any) -> None:
     shape = Shape(2, 7, 9, 4, 2, 8, 8)
     size = tuple(1 if d == "1" else getattr(shape, d) for d in dims)
@@ -290,9 +290,10 @@ def test_case_15_higher_and_forward_derivatives_through_reference() -> None:
 
     h = 1e-5
     with jax.enable_x64(True):
-        _, slope = jax.jvp(loss, inputs, tangents)
-        hessian = jax.hessian(loss, argnums=(0, 1, 2))(*inputs)
-        twice = jax.grad(lambda x: jax.grad(loss)(x, *inputs[1:])[0, 2, 0, 1])(inputs[0])
+        _, slope = jit(lambda *x: jax.jvp(loss, x[:3], x[3:]))(*inputs, *tangents)
+        hessian = jit(jax.hessian(loss, argnums=(0, 1, 2)))(*inputs)
+        again = jax.grad(lambda x: jax.grad(loss)(x, *inputs[1:])[0, 2, 0, 1])
+        twice = jit(again)(inputs[0])
         slope, hessian, twice = jax.tree.map(np.asarray, (slope, hessian, twice))
     assert abs(slope - (nudged(h, tangents) - nudged(-h, tangents)) / (2 * h)) < 1e-8
     curvature = sum(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flashjax
+from flashjax import masks, scores
 from tests.features import PARTS, build, pairwise
 from tests.inputs import (
     BF16,
@@ -27,19 +28,29 @@ from tests.inputs import (
     run,
     same_bits,
     small_tiles,
+    step_of,
 )
 
 SHAPES = {
     "gqa": Shape(),  # B 2, T 37, S 53, N 4, K 2, H 16, Hv 8
     "square": Shape(1, 48, 48, 2, 2, 8, 8),
     "mqa": Shape(2, 5, 66, 3, 1, 24, 11),
-    "tiles": Shape(2, 150, 170, 2, 1, 16, 16),  # with 32 × 48: 5 × 4 tiles
+    "tiles": Shape(2, 66, 75, 4, 2, 12, 8),  # with SMALL tiles: 5 × 4 of them
+    "square tiles": Shape(2, 66, 66, 4, 2, 12, 8),
     "long": Shape(1, 300, 530, 2, 1, 16, 16),  # 2 × 2 of the default tiles
 }
+SMALL = (16, 24)
 DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
+ALONE = (
+    "is_causal", "window", "half_open_window", "lengths", "segments", "unsorted_segments",
+    "boolean", "boolean_per_head", "bottom_right", "causal_offset_per_batch", "prefix", "chunks",
+    "sink_tokens_and_window", "intervals", "block_sparse", "complement", "predicate",
+    "bias (1,N,T,S)", "bias of −inf (B,1,T,S)", "traced_scale", "static_scale", "soft_cap",
+    "alibi", "score_mod", "sinks", "dropout",
+)  # fmt: skip
 AXES = {
     "mask": (
-        "", "is_causal", "window lengths", "segments", "boolean_of_columns", "prefix",
+        "", "is_causal", "window lengths", "segments boolean_of_columns",
         "intervals bottom_right", "predicate",
     ),
     "bias": ("", "bias (1,N,T,S)", "bias of −inf (B,1,T,S)"),
@@ -52,6 +63,10 @@ AXES = {
     "dtype": tuple(DTYPES),
 }  # fmt: skip
 TABLE = pairwise(AXES)
+IDS, LENGTHS = np.array([[0] * 5 + [1] * 7, [2] * 9 + [-1] * 3]), np.array([7, 12])
+KEEP = np.random.default_rng(5).random((12, 12)) > 0.4
+BIAS = np.random.default_rng(6).normal(size=(12, 12)).astype(np.float32)
+SLOPES = np.array([2.0**-4, 2.0**-8, 2.0**-2], np.float32)  # the paper's for 3 heads
 
 pytestmark = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
@@ -61,10 +76,13 @@ def made(shape: str, names: tuple[str, ...], dtype: Any = F32) -> Case:
     return build(SHAPES[shape], names, dtype)
 
 
-@pytest.mark.parametrize("name", ["plain", *PARTS])
-def test_alone(name: str, implementation: Any) -> None:
-    names = () if name == "plain" else (name,)
-    check(implementation, made("square" if name == "segments" else "gqa", names))
+@pytest.mark.parametrize("name", ["plain", *ALONE])
+def test_alone_over_many_tiles(
+    name: str, implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_tiles(monkeypatch, *SMALL)
+    shape = "square tiles" if name == "segments" else "tiles"
+    check(implementation, made(shape, () if name == "plain" else (name,)))
 
 
 @pytest.mark.parametrize("index", range(len(TABLE)))
@@ -79,32 +97,24 @@ def test_combined(index: int, implementation: Any) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ("is_causal",),
-        ("window", "sinks"),
-        ("segments", "is_causal", "dropout"),
-        ("prefix", "soft_cap", "traced_scale"),
-        ("sink_tokens_and_window", "alibi"),
-        ("intervals", "bias (N,1,S)"),
-        ("block_sparse", "score_mod"),
-        ("lengths", "boolean", "bias of −inf (B,1,T,S)"),
-        ("boolean_per_head", "causal_offset_per_batch"),
+        ("segments", "is_causal", "dropout", "score_mod"),
+        ("lengths", "boolean_per_head", "causal_offset_per_batch", "bias (N,1,S)", "traced_scale"),
     ],
     ids="+".join,
 )
-def test_over_many_tiles(
+def test_combined_over_many_tiles(
     names: tuple[str, ...], implementation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_tiles(monkeypatch, 32, 48)
+    small_tiles(monkeypatch, *SMALL)
     check(implementation, made("tiles", names))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F64], ids=str)
-@pytest.mark.parametrize("names", [("is_causal", "score_mod", "sinks"), ("segments", "soft_cap")])
 def test_dtypes_over_many_tiles(
-    names: tuple[str, ...], dtype: Any, implementation: Any, monkeypatch: pytest.MonkeyPatch
+    dtype: Any, implementation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_tiles(monkeypatch, 32, 48)
-    check(implementation, made("tiles", names, dtype))
+    small_tiles(monkeypatch, *SMALL)
+    check(implementation, made("tiles", ("is_causal", "score_mod", "sinks"), dtype))
 
 
 @pytest.mark.parametrize("names", [("bottom_right", "dropout"), ("window", "bias (1,N,T,S)")])
@@ -145,6 +155,34 @@ def test_any_number_of_batch_dims(batch: tuple[int, ...], implementation: Any) -
     results |= {"out": out, "lse": lse}
     flattened = {n: np.reshape(x, expected[n].shape) for n, x in results.items()}
     case.judge.hold(flattened)
+
+
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "window": ({"local_window_size": 4}, {"local_window_size": (4, 4)}),
+    "window term": ({"local_window_size": (5, 2)}, {"mask": masks.Window(5, 2)}),
+    "causal term": ({"is_causal": True}, {"mask": masks.Causal()}),
+    "lengths": ({"key_value_seq_lengths": LENGTHS}, {"mask": masks.Lengths(key=LENGTHS)}),
+    "segments": ({"segment_ids": IDS}, {"segment_ids": (IDS, IDS)}),
+    "segments term": ({"segment_ids": IDS}, {"mask": masks.Segments(IDS)}),
+    "mask": ({"mask": KEEP}, {"mask": masks.Dense(KEEP[None, None])}),
+    "bias": ({"bias": BIAS}, {"bias": BIAS[None, None]}),
+    "scale": ({}, {"scale": 8**-0.5}),
+    "soft cap": ({"logits_soft_cap": 1.5}, {"score_mod": scores.soft_cap(1.5)}),
+    "slopes": ({"score_mod": scores.Alibi()}, {"score_mod": scores.Alibi(SLOPES)}),
+    "key": (
+        {"dropout_rate": 0.25, "dropout_key": jax.random.key(3)},
+        {"dropout_rate": 0.25, "dropout_key": jax.random.PRNGKey(3)},
+    ),
+    "deterministic": ({"is_causal": True}, {"is_causal": True, "deterministic_backward": True}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_two_ways_to_say_the_same(name: str, implementation: Any) -> None:
+    inputs = qkv(Shape(2, 12, 12, 3, 3, 8, 4))
+    first, second = (attention(implementation, **arguments)(*inputs) for arguments in SAME[name])
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_without_residual_gives_out_alone(implementation: Any) -> None:
@@ -191,41 +229,46 @@ HIDING = {
 }
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("names", HIDING.values(), ids=HIDING)
 def test_what_is_hidden_never_arrives(
-    names: tuple[str, ...], value: float, implementation: Any, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, ...], implementation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits whatever lies in rows and columns that take no part, in many tiles too."""
-    small_tiles(monkeypatch, 16, 32)
+    small_tiles(monkeypatch, *SMALL)
     clean = build(Shape(2, 70, 61, 2, 1, 8, 8), names)
-    judge, keep = clean.judge, np.broadcast_to(clean.options["keep"], clean.shape.logits)
-    bias = clean.operands.get("bias")
+    step = step_of(implementation, clean)
+    expected = run(implementation, clean, step)
+    clean.judge.hold(expected)
+    for value in (np.nan, np.inf):
+        for name, x in run(implementation, with_hidden(clean, value), step).items():
+            assert same_bits(x, expected[name]), (name, value)
+
+
+def with_hidden(case: Case, value: float) -> Case:
+    """The case with `value` in all that no row sees, and in rows that see nothing."""
+    keep, bias = np.broadcast_to(case.options["keep"], case.shape.logits), case.operands.get("bias")
     keep = keep if bias is None else keep & (bias > -np.inf)
     rows, columns = keep.any((1, 3)), keep.any((1, 2))
     assert not (rows.all() and columns.all())
-    d_out, d_lse = clean.cotangents
-    operands = dict(clean.operands)
+    operands = dict(case.operands)
     if "b" in operands:  # the score modifier's array of columns
         operands["b"] = poisoned(operands["b"], ~columns, value)
     if bias is not None:
         seen = keep.any(1, keepdims=True) | (bias == -np.inf)
         operands["bias"] = np.where(seen, bias, np.float32(value))
-    dirty = dataclasses.replace(
-        clean,
-        query=poisoned(clean.query, ~rows, value),
-        key=poisoned(clean.key, ~columns, value),
-        value=poisoned(clean.value, ~columns, -value),
+    changed = dataclasses.replace(
+        case,
+        query=poisoned(case.query, ~rows, value),
+        key=poisoned(case.key, ~columns, value),
+        value=poisoned(case.value, ~columns, -value),
         operands=operands,
     )
+    d_out, d_lse = case.cotangents
     if "sinks" not in operands:  # with a sink, a row that sees nothing has an LSE to differentiate
         d_lse = poisoned(d_lse, ~rows, value)
-    dirty.__dict__["cotangents"] = (poisoned(d_out, ~rows, value), d_lse)
-    dirty.__dict__["judge"] = judge
-    expected = run(implementation, clean)
-    judge.hold(expected)
-    for name, x in run(implementation, dirty).items():
-        assert same_bits(x, expected[name]), name
+    changed.__dict__["cotangents"] = (poisoned(d_out, ~rows, value), d_lse)
+    changed.__dict__["judge"] = case.judge
+    return changed
 
 
 def test_rows_do_not_depend_on_other_batch_members(implementation: Any) -> None:
@@ -235,7 +278,8 @@ def test_rows_do_not_depend_on_other_batch_members(implementation: Any) -> None:
     )
     changed = dataclasses.replace(case, query=query, key=key, value=value)
     changed.__dict__["judge"] = case.judge
-    first, second = run(implementation, case), run(implementation, changed)
+    step = step_of(implementation, case)
+    first, second = run(implementation, case, step), run(implementation, changed, step)
     assert not same_bits(first["out"][1], second["out"][1])
     for name in ("out", "lse"):
         assert same_bits(first[name][0], second[name][0]), name
@@ -245,7 +289,7 @@ def test_rows_do_not_depend_on_how_much_padding_follows(
     implementation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit at one tile size; the dense reference has none and may sum in another order."""
-    small_tiles(monkeypatch, 16, 32)
+    small_tiles(monkeypatch, *SMALL)
     outs = []
     for columns in (40, 70, 130):
         query, key, value = qkv(Shape(2, 20, 130, 2, 1, 8, 8), F32, 4)
