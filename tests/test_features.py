@@ -223,6 +223,7 @@ def test_a_score_modifier_that_hides_columns(implementation: Any) -> None:
 
 HIDING = {
     "lengths": ("lengths",),
+    "lengths and sinks": ("lengths", "sinks"),
     "segments": ("segments", "score_mod"),
     "mask and bias": ("boolean_of_columns", "bias of −inf (B,1,T,S)", "sinks"),
     "causal": ("bottom_right", "alibi"),
