@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike
 from flashjax import cudnn, reference
 from flashjax.bind import Arguments, Bound, bind
 from flashjax.masks import Mask
-from flashjax.plan import IMPLEMENTATIONS
+from flashjax.plan import check_implementation
 from flashjax.scores import Score
 from flashjax.sharding import over_explicit_mesh
 from flashjax.spec import Operands, Spec
@@ -182,11 +182,7 @@ def call(
     return_residual: bool = False,
 ) -> Any:
     """`dot_product_attention` with its arguments in one value; the Flax adapters enter here."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation is {implementation!r}; wanted None or one of "
-            f"{', '.join(map(repr, IMPLEMENTATIONS))}."
-        )
+    check_implementation(implementation)
     if not isinstance(return_residual, (bool, np.bool_)):
         raise TypeError(f"return_residual is {return_residual!r}; wanted True or False.")
     arrays, static = _parted((query, key, value, arguments))

@@ -13,7 +13,14 @@ from flashjax.backend import Config, Device
 from flashjax.bind import Arguments
 from flashjax.masks import Blocks, Mask, Predicate, Ranges, schedule
 from flashjax.masks.schedule import size_bytes, tiles
-from flashjax.plan import Plan, current_device, device_of, implementations, plan
+from flashjax.plan import (
+    Plan,
+    check_implementation,
+    current_device,
+    device_of,
+    implementations,
+    plan,
+)
 from flashjax.spec import Spec
 from flashjax.structure import Dims
 
@@ -98,6 +105,7 @@ def explain(
       As ``dot_product_attention``, for the same reasons.
     """
     del return_residual
+    check_implementation(implementation)
     known = {f.name for f in dataclasses.fields(Arguments)}
     for name in arguments:
         if name not in known:

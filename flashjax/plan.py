@@ -118,6 +118,15 @@ def _choose(spec: Spec, implementation: str | None, device: Device, direction: D
     )
 
 
+def check_implementation(name: Any) -> None:
+    """Raises ValueError unless `name` is None or an implementation's name."""
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation is {name!r}; wanted None or one of "
+            f"{', '.join(map(repr, IMPLEMENTATIONS))}."
+        )
+
+
 def refusal(name: str, spec: Spec, device: Device) -> str | None:
     """Why the named backend cannot do the call; None if it can."""
     if name not in BACKENDS:

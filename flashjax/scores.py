@@ -8,6 +8,7 @@ Gradients reach their arrays.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -21,6 +22,9 @@ from flashjax.structure import (
     Dims,
     Structure,
     check_captures,
+    check_named,
+    clipped,
+    describe,
     nested,
     operand,
     replace,
@@ -36,6 +40,11 @@ class Score(Structure):
         raise NotImplementedError
 
     def then(self, after: Score) -> Score:
+        if not isinstance(after, Score):
+            raise TypeError(
+                f"then(after) is a {type(after).__name__}; wanted a flashjax.scores modifier. Wrap "
+                "a function as flashjax.scores.ScoreMod(fn)."
+            )
         return Chain((self, after))
 
 
@@ -63,9 +72,10 @@ class SoftCap(Score):
     cap: Any = operand("scalar")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cap is None or (isinstance(self.cap, (int, float)) and not self.cap > 0):
-            raise ValueError(f"soft_cap(cap=…) is {self.cap!r}; wanted a number > 0, or no cap.")
+        if self.cap is not None:
+            super().__post_init__()
+        if self.cap is None or (isinstance(self.cap, (int, float)) and not 0 < self.cap < math.inf):
+            raise ValueError(f"soft_cap(cap=…) is {self.cap!r}; wanted a finite number > 0.")
 
     def apply(self, score: jax.Array, at: At) -> jax.Array:
         return self.cap * jnp.tanh(score / self.cap)
@@ -90,10 +100,7 @@ class Alibi(Score):
     def aligned(self, dims: Dims) -> Self:
         slopes = alibi_slopes(dims.heads) if self.slopes is None else self.slopes
         new = super(Alibi, replace(self, slopes=slopes)).aligned(dims)
-        if isinstance(new.offset, int):
-            return new
-        offset = jnp.clip(new.offset, -POSITION_LIMIT, POSITION_LIMIT).astype(jnp.int32)
-        return replace(new, offset=offset)
+        return replace(new, offset=clipped(new.offset, -POSITION_LIMIT, POSITION_LIMIT))
 
     def apply(self, score: jax.Array, at: At) -> jax.Array:
         distance = jnp.abs(at.row + self.offset - at.column)
@@ -130,11 +137,9 @@ class ScoreMod(Score):
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise TypeError(f"ScoreMod(fn=…) is {self.fn!r}; wanted a function.")
+            raise TypeError(f"ScoreMod(fn=…) is {describe(self.fn)}; wanted a function.")
         super().__post_init__()
-        for name in ("rows", "columns", "scalars", "heads"):
-            if not isinstance(getattr(self, name), dict):
-                raise TypeError(f"ScoreMod({name}=…) wants a dict of named arrays.")
+        check_named(self, "rows", "columns", "scalars", "heads")
 
     def _named(self) -> dict[str, Any]:
         return {**self.rows, **self.columns, **self.scalars, **self.heads}

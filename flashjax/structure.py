@@ -23,9 +23,9 @@ import numpy as np
 
 Kind = Literal["scalar", "head", "row", "column", "tile"]
 
-# Positions and lengths are int32 in every implementation. Values beyond this cannot be told apart
-# by any T or S, and sums of two of them still fit.
-POSITION_LIMIT = 2**30
+# Positions and lengths are int32 in every implementation, and T and S stay below 2³⁰. Offsets and
+# widths beyond this limit hide or show everything; a position plus two of them still fits.
+POSITION_LIMIT = 2**29
 
 
 class At(NamedTuple):
@@ -85,6 +85,10 @@ class Structure:
             if "kind" in field.metadata:
                 where = f"{type(self).__name__}({field.name}=…)"
                 value = _as_operand(getattr(self, field.name), field.metadata["integer"], where)
+                if value is None and field.default is not None:
+                    raise TypeError(f"{where} is None; wanted {_wanted(field)}.")
+                if _is_static(value) and value is not None and field.metadata["kind"] != "scalar":
+                    raise TypeError(f"{where} is {value!r}; wanted {_wanted(field)}.")
                 object.__setattr__(self, field.name, value)
 
     def aligned(self, dims: Dims) -> Self:
@@ -240,6 +244,16 @@ def flatten_batch(
     return array.reshape(math.prod(batch), *tail)
 
 
+def clipped(x: Any, low: int, high: int) -> Any:
+    """Positions as int32. Clipping first keeps wide and unsigned dtypes right."""
+    if x is None:
+        return None
+    if isinstance(x, int):
+        return min(max(x, low), high)
+    info = jnp.iinfo(x.dtype)
+    return jnp.clip(x, max(low, info.min), min(high, info.max)).astype(jnp.int32)
+
+
 def check_captures(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Traces a user's elementwise function on abstract tiles; refuses arrays that it captures."""
     name = getattr(fn, "__name__", repr(fn))
@@ -254,6 +268,32 @@ def check_captures(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     return out
 
 
+def check_named(self: Structure, *groups: str) -> None:
+    """Each group is a dict of arrays that a user's function takes by keyword; no name twice."""
+    seen: dict[str, str] = {}
+    for group in groups:
+        named = getattr(self, group)
+        if not isinstance(named, dict):
+            raise TypeError(
+                f"{type(self).__name__}({group}=…) is a {type(named).__name__}; wanted a dict of "
+                "named arrays."
+            )
+        for name in named:
+            if name in seen:
+                raise ValueError(
+                    f"{type(self).__name__} has {name!r} in {seen[name]}= and in {group}=; wanted "
+                    "each name once. Rename one."
+                )
+            seen[name] = group
+
+
+def _wanted(field: dataclasses.Field[Any]) -> str:
+    kind, integer = field.metadata["kind"], field.metadata["integer"]
+    if kind == "scalar":
+        return "an integer or an integer array" if integer else "a number or an array"
+    return f"an {'integer ' if integer else ''}array ({kind} operand)"
+
+
 def _as_operand(value: Any, integer: bool, where: str) -> Any:
     if isinstance(value, Mapping):
         named = {str(k): _as_operand(v, integer, f"{where}[{k!r}]") for k, v in value.items()}
@@ -263,7 +303,7 @@ def _as_operand(value: Any, integer: bool, where: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if _is_static(value):
-        if integer and value is not None and not isinstance(value, int):
+        if integer and value is not None and type(value) is not int:
             raise TypeError(f"{where} is {value!r}; wanted an integer or an integer array.")
         return value
     if isinstance(value, (list, tuple)):

@@ -98,12 +98,12 @@ class Tiles:
     def _corner(self, x: jax.Array, i: Any, j: Any) -> tuple[list[Any], list[int]]:
         """Start and size of tile (i, j) in a padded operand."""
         spans = [x.shape[2] != 1, x.shape[3] != 1]
-        start = [
+        start = _indices(
             0,
             0,
             i * self.rows.size if spans[0] else 0,
             j * self.columns.size if spans[1] else 0,
-        ]
+        )
         size = [
             *x.shape[:2],
             self.rows.size if spans[0] else 1,
@@ -177,12 +177,18 @@ def add_member(total: Operands, part: Operands, group: Group, heads_per_key: int
             start = [0] * x.ndim
             start[0] = group.batch if y.shape[0] < x.shape[0] else 0
             start[axis] = head if y.shape[axis] < x.shape[axis] else 0
-            return lax.dynamic_update_slice(x, lax.dynamic_slice(x, start, y.shape) + y, start)
+            where = _indices(*start)
+            return lax.dynamic_update_slice(x, lax.dynamic_slice(x, where, y.shape) + y, where)
 
         return jax.tree.map(one, whole, piece)
 
     names = [field.name for field in dataclasses.fields(total)]
     return Operands(**{n: add(n, getattr(total, n), getattr(part, n)) for n in names})
+
+
+def _indices(*index: Any) -> list[jax.Array]:
+    """One dtype for all: in x64 mode a Python int would be int64 beside int32."""
+    return [jnp.asarray(x, jnp.int32) for x in index]
 
 
 def _key_head(head: Any, heads_per_key: int) -> Any:

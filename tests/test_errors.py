@@ -143,7 +143,7 @@ TERMS: list[tuple[str, Callable[[], Any], type[Exception], str, str]] = [
     ("chunk", lambda: masks.Chunked(0), ValueError, "Chunked(size", "0"),
     ("length", lambda: masks.Lengths(key=np.ones(2)), TypeError, "Lengths(key", "float"),
     ("prefix", lambda: masks.Prefix(np.ones(2)), TypeError, "Prefix(length", "float"),
-    ("no ids", lambda: masks.Segments(None), ValueError, "Segments(query", "None"),
+    ("no ids", lambda: masks.Segments(None), TypeError, "Segments(query", "None"),
     (
         "unsigned ids", lambda: masks.Segments(IDS.astype(np.uint32)), TypeError,
         "Segments(query", "uint32",

@@ -89,8 +89,8 @@ WHEN_MADE: dict[str, Refusal] = {
     "Chunked 2.5": (lambda: masks.Chunked(2.5), ValueError, r"Chunked\(size=…\) is 2.5; wanted a"),
     "Segments None": (
         lambda: masks.Segments(None),
-        ValueError,
-        r"Segments\(query=…\) is None; wanted integer ids",
+        TypeError,
+        r"Segments\(query=…\) is None; wanted an integer array",
     ),
     "Segments number": (lambda: masks.Segments(3), TypeError, r"Segments\(query=…\) is 3"),
     "Segments key number": (lambda: masks.Segments(IDS, 3), TypeError, r"Segments\(key=…\) is 3"),
@@ -119,7 +119,7 @@ WHEN_MADE: dict[str, Refusal] = {
         TypeError,
         r"mask has dtype float32; wanted bool.*mask.astype\(bool\).*as bias",
     ),
-    "Dense number": (lambda: masks.Dense(1), TypeError, "wanted bool"),
+    "Dense number": (lambda: masks.Dense(1), TypeError, r"Dense\(values=…\) is 1; wanted an array"),
     "BlockSparse int8": (
         lambda: masks.BlockSparse(BOOLS.astype(np.int8)),
         TypeError,
@@ -138,7 +138,7 @@ WHEN_MADE: dict[str, Refusal] = {
     "Predicate rows": (
         lambda: masks.Predicate(fn, rows=IDS),
         TypeError,
-        r"Predicate\(rows=…\) wants a dict of named arrays",
+        r"Predicate\(rows=…\) is a ndarray; wanted a dict of named arrays",
     ),
     "Predicate scalars": (
         lambda: masks.Predicate(fn, scalars={"limit": "3"}),

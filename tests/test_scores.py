@@ -260,7 +260,7 @@ REFUSED: dict[str, Refusal] = {
     "cap of 0": (
         lambda: scores.soft_cap(0),
         ValueError,
-        r"soft_cap\(cap=…\) is 0; wanted a number",
+        r"soft_cap\(cap=…\) is 0; wanted a finite number",
     ),
     "cap below 0": (lambda: scores.soft_cap(-1.0), ValueError, r"soft_cap\(cap=…\) is -1.0"),
     "cap NaN": (lambda: scores.soft_cap(math.nan), ValueError, r"soft_cap\(cap=…\) is nan"),
@@ -286,7 +286,7 @@ REFUSED: dict[str, Refusal] = {
     "no dict": (
         lambda: ScoreMod(shifted, heads=ONE),
         TypeError,
-        r"ScoreMod\(heads=…\) wants a dict of named arrays",
+        r"ScoreMod\(heads=…\) is a ndarray; wanted a dict of named arrays",
     ),
     "one name twice": (
         lambda: ScoreMod(named_x, rows={"x": np.ones(5)}, heads={"x": ONE}),

@@ -20,8 +20,18 @@ from flashjax.masks.bounds import (
     search,
     suffix_min,
 )
-from flashjax.masks.terms import clipped
-from flashjax.structure import At, Blocked, Dims, check_captures, operand, replace, structure
+from flashjax.structure import (
+    At,
+    Blocked,
+    Dims,
+    check_captures,
+    check_named,
+    clipped,
+    describe,
+    operand,
+    replace,
+    structure,
+)
 
 
 @structure
@@ -38,8 +48,6 @@ class Segments(Mask):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, ids in (("query", self.query), ("key", self.key)):
-            if ids is None and name == "query":
-                raise ValueError("Segments(query=…) is None; wanted integer ids of shape (B, T).")
             if ids is not None and ids.dtype in (jnp.uint32, jnp.uint64):
                 raise TypeError(
                     f"Segments({name}=…) has dtype {ids.dtype}, where padding cannot be negative; "
@@ -55,10 +63,9 @@ class Segments(Mask):
         both = replace(self, key=self.query if self.key is None else self.key)
         new = super(Segments, both).aligned(dims)
 
-        def widen(ids: jax.Array) -> jax.Array:
-            return ids if ids.dtype == jnp.int64 else ids.astype(jnp.int32)
-
-        return replace(self, query=widen(new.query), key=widen(new.key))
+        wide = jnp.int64 in (new.query.dtype, new.key.dtype)
+        dtype = jnp.int64 if wide else jnp.int32
+        return replace(self, query=new.query.astype(dtype), key=new.key.astype(dtype))
 
     def keep(self, at: At) -> jax.Array:
         return (self.query == self.key) & (self.query >= 0)
@@ -244,8 +251,8 @@ class Predicate(Mask):
 
     ``rows`` (T,) or (*batch, T), ``columns`` (S,) or (*batch, S), ``scalars`` () or (*batch,) and
     ``heads`` (N,) are dicts of arrays that `fn` takes as keyword arguments, on the tile. `fn` is
-    compared by identity: define it once, outside the step function. ``verdict(row_begin, row_end,
-    column_begin, column_end)`` may tell tiles apart: ends exclusive, returns
+    compared by identity: define it once, outside the step function. ``tile_verdict(row_begin,
+    row_end, column_begin, column_end)`` may tell tiles apart: ends exclusive, returns
     ``masks.EMPTY``, ``PARTIAL`` or ``FULL`` elementwise; without it every tile is PARTIAL.
     """
 
@@ -258,11 +265,14 @@ class Predicate(Mask):
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise TypeError(f"Predicate(fn=…) is {self.fn!r}; wanted a function.")
+            raise TypeError(f"Predicate(fn=…) is {describe(self.fn)}; wanted a function.")
+        if self.tile_verdict is not None and not callable(self.tile_verdict):
+            raise TypeError(
+                f"Predicate(tile_verdict=…) is {describe(self.tile_verdict)}; wanted a function of "
+                "(row_begin, row_end, column_begin, column_end), or None."
+            )
         super().__post_init__()
-        for name in ("rows", "columns", "scalars", "heads"):
-            if not isinstance(getattr(self, name), dict):
-                raise TypeError(f"Predicate({name}=…) wants a dict of named arrays.")
+        check_named(self, "rows", "columns", "scalars", "heads")
 
     def _named(self) -> dict[str, Any]:
         return {**self.rows, **self.columns, **self.scalars, **self.heads}
@@ -292,14 +302,19 @@ class Predicate(Mask):
     def verdict(self, rows: Blocks, columns: Blocks) -> jax.Array:
         if self.tile_verdict is None:
             return super().verdict(rows, columns)
-        return jnp.broadcast_to(
-            jnp.asarray(
-                self.tile_verdict(
-                    rows.begin[:, None],
-                    rows.last[:, None] + 1,
-                    columns.begin[None, :],
-                    columns.last[None, :] + 1,
-                )
-            ).astype(jnp.int8),
-            (1, 1, rows.count, columns.count),
+        found = jnp.asarray(
+            self.tile_verdict(
+                rows.begin[:, None],
+                rows.last[:, None] + 1,
+                columns.begin[None, :],
+                columns.last[None, :] + 1,
+            )
         )
+        grid = (rows.count, columns.count)
+        padded = (1,) * (2 - found.ndim) + found.shape
+        if len(padded) != 2 or any(x not in (1, n) for x, n in zip(padded, grid, strict=True)):
+            raise ValueError(
+                f"Predicate(tile_verdict=…) returned shape {found.shape} for {grid} tiles; wanted "
+                "one verdict a tile: combine its arguments elementwise."
+            )
+        return jnp.broadcast_to(found.astype(jnp.int8), (1, 1, *grid))

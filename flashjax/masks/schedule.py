@@ -84,6 +84,7 @@ def schedule(mask: Mask | None, rows: Blocks, columns: Blocks, axis: Axis) -> Sc
         return _ranges(bounds, own, other)
     assert mask is not None
     verdict = mask.verdict(rows, columns)
+    verdict = verdict.reshape((1,) * (4 - verdict.ndim) + verdict.shape)
     verdict = verdict if axis == "rows" else verdict.swapaxes(-1, -2)
     return _lists(verdict, other)
 

@@ -10,25 +10,16 @@ from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flashjax.masks.algebra import Mask
 from flashjax.masks.bounds import Axis, Blocks, Bounds, Range, span
-from flashjax.structure import POSITION_LIMIT, At, Dims, operand, replace, structure
+from flashjax.structure import POSITION_LIMIT, At, Dims, clipped, operand, replace, structure
 
 
 def _per_block(x: Any) -> Any:
     """An aligned scalar (B|1, N|1, 1, 1) as (B|1, N|1, 1), beside a vector of blocks."""
     return x if isinstance(x, int) or x is None else x[..., 0]
-
-
-def clipped(x: Any, low: int, high: int) -> Any:
-    """Positions as int32. Clipping first keeps wide and unsigned dtypes right."""
-    if x is None:
-        return None
-    if isinstance(x, int):
-        return min(max(x, low), high)
-    info = jnp.iinfo(x.dtype)
-    return jnp.clip(x, max(low, info.min), min(high, info.max)).astype(jnp.int32)
 
 
 class _Band(Mask):
@@ -88,7 +79,10 @@ class Window(_Band):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, side in (("left", self.left), ("right", self.right)):
+        for name in ("left", "right"):
+            side: Any = getattr(self, name)
+            if isinstance(side, np.integer):
+                object.__setattr__(self, name, side := int(side))
             if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
                 raise TypeError(
                     f"Window({name}=…) is {side!r}; wanted a Python int or None. "
@@ -185,7 +179,10 @@ class Chunked(_Band):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+        size: Any = self.size
+        if isinstance(size, np.integer):
+            object.__setattr__(self, "size", size := int(size))
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"Chunked(size=…) is {self.size!r}; wanted a Python int >= 1.")
 
     def aligned(self, dims: Dims) -> Self:
