@@ -51,7 +51,7 @@ ALONE = (
 AXES = {
     "mask": (
         "", "is_causal", "window lengths", "segments boolean_of_columns",
-        "intervals bottom_right", "predicate",
+        "intervals predicate bottom_right",
     ),
     "bias": ("", "bias (1,N,T,S)", "bias of −inf (B,1,T,S)"),
     "scale": ("", "traced_scale"),
