@@ -42,7 +42,7 @@ def dot_product_attention(
     dropout_rate: float = ...,
     dropout_key: Array | None = ...,
     deterministic_backward: bool = ...,
-    precision: jax.lax.PrecisionLike = ...,
+    precision: str | jax.lax.Precision | None = ...,
 ) -> Array: ...
 
 
@@ -68,7 +68,7 @@ def dot_product_attention(
     dropout_rate: float = ...,
     dropout_key: Array | None = ...,
     deterministic_backward: bool = ...,
-    precision: jax.lax.PrecisionLike = ...,
+    precision: str | jax.lax.Precision | None = ...,
 ) -> tuple[Array, Array]: ...
 
 
@@ -93,7 +93,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     deterministic_backward: bool = False,
-    precision: jax.lax.PrecisionLike = None,
+    precision: str | jax.lax.Precision | None = None,
 ) -> Any:
     r"""Scaled dot-product attention, exact, in O(T + S) memory.
 
@@ -114,11 +114,12 @@ def dot_product_attention(
       bias: added to the scores; float, of rank at most the logits' (B, N, T, S), right-aligned,
         broadcasts. −inf hides its column. Its gradient has its own shape and dtype.
       mask: bool array like bias, True where a column is allowed; or a :mod:`flashjax.masks` term.
-      scale: factor on QKᵀ, 1/√H by default. A Python number is compiled in; an array, () or (B,),
-        is an operand with a gradient.
+      scale: factor on QKᵀ, 1/√H by default. A Python number is compiled in; an array, (), (B,)
+        or (B|1, N|1), is an operand with a gradient.
       is_causal: hides columns after the row; top-left aligned when T ≠ S. See
         :class:`flashjax.masks.Causal` for other conventions.
-      query_seq_lengths: (B,) of any integer dtype; rows from there on are padding and give 0.
+      query_seq_lengths: (B,), or () for all, of any integer dtype; rows from there on are padding
+        and give 0.
       key_value_seq_lengths: (B,); columns from there on are hidden.
       local_window_size: (left, right) keeps columns row−left … row+right; an int w is (w, w);
         None leaves a side open.
@@ -126,7 +127,8 @@ def dot_product_attention(
         (chunked, any platform), "reference" (dense, any platform, differentiable any number of
         times) or "cudnn" (jax.nn's).
       return_residual: also return the LSE.
-      segment_ids: (B, T) integer ids where T = S, else a pair of (B, T) and (B, S). Rows see
+      segment_ids: (B, T), or (T,) for all, integer ids where T = S, else a pair of (B, T) and
+        (B, S). Rows see
         columns of their own segment; a negative id is padding and matches nothing.
       logits_soft_cap: c gives c · tanh(score / c).
       score_mod: a :mod:`flashjax.scores` modifier.
@@ -194,6 +196,11 @@ def _parted(tree: Any) -> tuple[list[Any], Any]:
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
     # Containers of an array, such as nnx.Param, count as arrays.
     leaves = [_unwrapped(x) for x in leaves]
+    for x in leaves:
+        if isinstance(x, np.ndarray) and x.dtype == object:
+            raise TypeError(
+                f"an argument is a numpy array of dtype object, shape {x.shape}; wanted numbers."
+            )
     dynamic = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
     # The type beside the value: True == 1 == 1.0 would share a cache entry.
     rest = tuple(None if d else (type(x), x) for d, x in zip(dynamic, leaves, strict=True))

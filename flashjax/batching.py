@@ -32,7 +32,7 @@ def forward(run: Forward, spec: Spec, operands: Operands) -> tuple[jax.Array, ja
     def rule(size: int, mapped: Any, operands: Operands) -> Any:
         folded = _fold(operands, mapped[0], size, spec.batch)
         out, lse = forward(run, spec.at(folded), folded)
-        return (_unfold(out, size), _unfold(lse, size)), (True, True)
+        return (_unfold(out, size, spec.batch), _unfold(lse, size, spec.batch)), (True, True)
 
     return call(operands)
 
@@ -65,7 +65,7 @@ def backward(
             def one(grad: jax.Array | None, shape: jax.ShapeDtypeStruct) -> jax.Array | None:
                 if grad is None:
                     return None
-                grad = _unfold(grad, size)
+                grad = _unfold(grad, size, spec.batch)
                 summed = shape.shape[0] == 1 and grad.shape[1] != 1
                 return grad.sum(1, keepdims=True) if summed else grad
 
@@ -109,5 +109,5 @@ def _fold[X](tree: X, mapped: Any, size: int, batch: int, whole: frozenset[str] 
     return Operands(**folded)  # type: ignore[return-value]
 
 
-def _unfold(x: jax.Array, size: int) -> jax.Array:
-    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+def _unfold(x: jax.Array, size: int, batch: int) -> jax.Array:
+    return x.reshape(size, batch, *x.shape[1:])

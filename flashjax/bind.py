@@ -15,7 +15,7 @@ from flashjax import dropout
 from flashjax.masks import Causal, Dense, Lengths, Mask, Segments, Window
 from flashjax.scores import Score, SoftCap
 from flashjax.spec import Operands, Spec, shapes_of
-from flashjax.structure import Dims, align, flatten_batch
+from flashjax.structure import Dims, align, describe, flatten_batch
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
@@ -169,6 +169,9 @@ def mask_of(arguments: Arguments, dims: Dims) -> Mask | None:
     if isinstance(arguments.mask, Mask):
         terms.append(arguments.mask)
     elif arguments.mask is not None:
+        if isinstance(arguments.mask, type) and issubclass(arguments.mask, Mask):
+            name = arguments.mask.__name__
+            raise TypeError(f"mask is the class {name}; wanted a term: call it, {name}(…).")
         if callable(arguments.mask):
             raise TypeError(
                 "mask is a function; wanted a bool array or a flashjax.masks term. Wrap the "
@@ -196,7 +199,7 @@ def mask_of(arguments: Arguments, dims: Dims) -> Mask | None:
 def _flag(arguments: Arguments, name: str) -> bool:
     value = getattr(arguments, name)
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {value!r}; wanted True or False, not traced.")
+        raise TypeError(f"{name} is {describe(value)}; wanted True or False, which is compiled in.")
     return bool(value)
 
 
@@ -206,6 +209,8 @@ def _lengths(lengths: Any, name: str, dims: Dims) -> jax.Array | None:
     array = _array(lengths, name, f"an integer array of shape {dims.batch}")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {array.dtype}; wanted an integer dtype.")
+    if dims.batch == () and array.shape == (1,):
+        array = array[0]  # jax.nn's form for a call without batch
     if array.shape not in (dims.batch, ()):
         raise ValueError(
             f"{name} has shape {array.shape}; wanted {dims.batch}, one per batch member."
@@ -221,8 +226,8 @@ def _window(size: Any) -> tuple[int | None, int | None]:
     )
     if not valid:
         raise TypeError(
-            f"local_window_size is {size!r}; wanted an int or a pair (left, right) of Python ints. "
-            "For a traced width use flashjax.masks.Predicate with scalars=."
+            f"local_window_size is {describe(size)}; wanted an int or a pair (left, right) of "
+            "Python ints. For a traced width use flashjax.masks.Predicate with scalars=."
         )
     if any(side is not None and side < 0 for side in sides):
         raise ValueError(
@@ -236,7 +241,8 @@ def _segments(ids: Any, dims: Dims) -> Mask:
     wanted = f"integer ids of shape {(*dims.batch, dims.rows)}, or a pair (query ids, key ids)"
     pair = ids if isinstance(ids, (tuple, list)) else (ids,)
     if len(pair) not in (1, 2) or any(x is None for x in pair):
-        raise TypeError(f"segment_ids is a {type(ids).__name__} of {len(pair)}; wanted {wanted}.")
+        came = ", ".join(describe(x) for x in pair)
+        raise TypeError(f"segment_ids is ({came}); wanted {wanted}.")
     if len(pair) == 1 and dims.rows != dims.columns:
         raise ValueError(
             f"segment_ids is one array with T = {dims.rows} and S = {dims.columns}; "
@@ -294,7 +300,7 @@ def _dropout_rate(arguments: Arguments) -> float:
         rate, (int, float, np.generic, np.ndarray, jax.Array)
     ):
         raise TypeError(
-            f"dropout_rate is {rate!r}; wanted a Python number (it is compiled in, not traced)."
+            f"dropout_rate is {describe(rate)}; wanted a Python number, which is compiled in."
         )
     rate = float(rate)
     if not 0 <= rate < 1:
@@ -329,7 +335,7 @@ def _precision(precision: Any, dtype: Any) -> jax.lax.Precision | None:
         return jax.lax.Precision.HIGHEST
     try:
         return jax.lax.Precision(precision)
-    except ValueError:
+    except (TypeError, ValueError):
         raise ValueError(
             f"precision is {precision!r}; wanted None, 'default', 'high', 'highest' or a "
             "jax.lax.Precision."

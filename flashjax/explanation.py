@@ -113,6 +113,10 @@ def explain(
     given = Arguments(bias=bias, mask=mask, **arguments)
     spec = _spec_of(query, key, value, given)
     on = current_device() if device is None else device
+    if not isinstance(on, (Device, jax.Device)):
+        raise TypeError(
+            f"device is {on!r}; wanted a jax.Device or flashjax.Device(platform, kind, capability)."
+        )
     on = on if isinstance(on, Device) else device_of(on)
     notes = _notes(spec.shapes.mask)
     if implementation in ("reference", "cudnn"):

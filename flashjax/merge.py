@@ -23,6 +23,8 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.
     Raises:
       ValueError: no parts, or shapes that do not fit.
     """
+    if not isinstance(parts, Sequence):
+        raise TypeError(f"merge: parts is a {type(parts).__name__}; wanted a list of (out, lse).")
     if not parts:
         raise ValueError("merge: parts is empty; wanted at least one (out, lse).")
     shape = parts[0][0].shape

@@ -48,6 +48,9 @@ def forward(spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array]:
         precision=spec.precision,
         preferred_element_type=spec.accumulator,
     )
+    if keep is not None:
+        # Not to change the value: an inf in such a row's dO would meet P = 0 in dV.
+        out = jnp.where(keep.any(-1).swapaxes(1, 2)[..., None], out, 0)
     return out.astype(spec.dtype), lse
 
 

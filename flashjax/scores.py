@@ -21,7 +21,7 @@ from flashjax.structure import (
     At,
     Dims,
     Structure,
-    check_captures,
+    check_function,
     check_named,
     clipped,
     describe,
@@ -29,6 +29,7 @@ from flashjax.structure import (
     operand,
     replace,
     structure,
+    trial,
 )
 
 
@@ -146,16 +147,11 @@ class ScoreMod(Score):
 
     def aligned(self, dims: Dims) -> Self:
         new = super().aligned(dims)
-        score = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-        position = jax.ShapeDtypeStruct((2, 2), jnp.int32)
-        named = {
-            k: jax.ShapeDtypeStruct((2, 2), jnp.result_type(x)) for k, x in self._named().items()
-        }
-        out = check_captures(self.fn, (score, *[position] * 4), named)
-        if getattr(out, "shape", None) != (2, 2) or not jnp.issubdtype(out.dtype, jnp.floating):
+        tiles = (trial(jnp.float32), *[trial(jnp.int32)] * 4)
+        out = check_function("ScoreMod(fn=…)", self.fn, tiles, self._named())
+        if not jnp.issubdtype(out.dtype, jnp.floating):
             raise TypeError(
-                f"ScoreMod(fn=…) returned {out} for a (2, 2) tile of float32 scores; wanted a "
-                "float array of the tile's shape: compute elementwise."
+                f"ScoreMod(fn=…) returns {describe(out)} for a tile of scores; wanted floats."
             )
         return new
 

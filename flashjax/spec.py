@@ -105,7 +105,7 @@ class Spec:
     @property
     def accumulator(self) -> Any:
         """The dtype of scores, sums and LSE: float32, or float64 for float64 inputs."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return jnp.dtype(jnp.float64 if self.dtype == jnp.float64 else jnp.float32)
 
     @property
     def out(self) -> Aval:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,8 @@ class Structure:
 
     # True where the elementwise method reads At.batch or At.head.
     uses_ids = False
+    # Operand fields that hold a number or None, compiled in.
+    _fixed: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -90,6 +92,7 @@ class Structure:
                 if _is_static(value) and value is not None and field.metadata["kind"] != "scalar":
                     raise TypeError(f"{where} is {value!r}; wanted {_wanted(field)}.")
                 object.__setattr__(self, field.name, value)
+        _fix(self)
 
     def aligned(self, dims: Dims) -> Self:
         """The same structure with every array in canonical rank 4 for these logits."""
@@ -144,30 +147,25 @@ def structure[S: Structure](cls: type[S]) -> type[S]:
     static = tuple(f.name for f in fields if f.name not in dynamic)
 
     def flatten_with_keys(self: Any) -> tuple[Any, Any]:
-        values = [(name, getattr(self, name)) for name in dynamic]
+        fixed = self._fixed
         children = [
-            (jax.tree_util.GetAttrKey(name), None if _is_static(v) else v) for name, v in values
+            (jax.tree_util.GetAttrKey(name), None if name in fixed else getattr(self, name))
+            for name in dynamic
         ]
-        compiled_in = tuple(_Static(v) if _is_static(v) else None for _, v in values)
-        return children, (compiled_in, tuple(getattr(self, name) for name in static))
+        return children, (fixed, tuple(getattr(self, name) for name in (*sorted(fixed), *static)))
 
     def unflatten(aux: Any, children: Any) -> Any:
         self = object.__new__(new)
-        compiled_in, rest = aux
-        for name, child, fixed in zip(dynamic, children, compiled_in, strict=True):
-            object.__setattr__(self, name, child if fixed is None else fixed.value)
-        for name, value in zip(static, rest, strict=True):
+        fixed, rest = aux
+        for name, child in zip(dynamic, children, strict=True):
+            object.__setattr__(self, name, child)
+        for name, value in zip((*sorted(fixed), *static), rest, strict=True):
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_fixed", fixed)
         return self
 
     jax.tree_util.register_pytree_with_keys(new, flatten_with_keys, unflatten)
     return new
-
-
-class _Static(NamedTuple):
-    """Tells a static None (``Lengths(query=None)``) from the place of an array."""
-
-    value: Any
 
 
 def replace[S: Structure](self: S, **changed: Any) -> S:
@@ -176,7 +174,22 @@ def replace[S: Structure](self: S, **changed: Any) -> S:
     for field in dataclasses.fields(self):  # type: ignore[arg-type]
         value = changed.get(field.name, getattr(self, field.name))
         object.__setattr__(new, field.name, value)
+    _fix(new)
     return new
+
+
+def _fix(self: Structure) -> None:
+    """Records which operand fields are compiled in.
+
+    JAX puts flags of its own in the place of leaves (vmap: which are mapped), so that the values
+    cannot tell later.
+    """
+    fixed = frozenset(
+        field.name
+        for field in dataclasses.fields(self)  # type: ignore[arg-type]
+        if "kind" in field.metadata and _is_static(getattr(self, field.name))
+    )
+    object.__setattr__(self, "_fixed", fixed)
 
 
 def describe(value: Any) -> str:
@@ -254,18 +267,66 @@ def clipped(x: Any, low: int, high: int) -> Any:
     return jnp.clip(x, max(low, info.min), min(high, info.max)).astype(jnp.int32)
 
 
-def check_captures(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Traces a user's elementwise function on abstract tiles; refuses arrays that it captures."""
-    name = getattr(fn, "__name__", repr(fn))
-    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+# A tile that no transposition maps to itself: what is not elementwise shows in its shapes.
+_TRIAL = (2, 3)
+_ACROSS = ("cum", "reduce_", "arg", "sort", "rev", "dot_general", "conv_", "gather", "scatter")
+
+
+def trial(dtype: Any) -> jax.ShapeDtypeStruct:
+    """An abstract tile on which a user's function is tried."""
+    return jax.ShapeDtypeStruct(_TRIAL, dtype)
+
+
+def check_function(
+    where: str, fn: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
+) -> jax.ShapeDtypeStruct:
+    """Tries a user's elementwise function on an abstract tile; returns what it gives.
+
+    Refuses functions that fail, capture arrays, or look beyond one element.
+    """
+    tiles = {name: trial(jnp.result_type(x)) for name, x in named.items()}
+    try:
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*args, **tiles)
+    except Exception as error:
+        positions = "row, column" if len(args) == 2 else "score, row, column, batch, head"
+        raise TypeError(
+            f"{where} failed on a tile: {type(error).__name__}: {error}\nIt is called as "
+            f"fn({', '.join([positions, *tiles])}), the names by keyword, and must be elementwise "
+            "jnp: jnp.where instead of if."
+        ) from error
     for const in closed.consts:
         if isinstance(const, jax.core.Tracer) or getattr(const, "ndim", 0) > 0:
             raise ValueError(
-                f"the function {name} captures an array ({describe(const)}); a kernel cannot see "
+                f"{where}: the function captures an array ({describe(const)}); a kernel cannot see "
                 "it. Pass it as an operand: rows=, columns=, scalars= or heads={name: array}, "
                 "and take it as a keyword argument of the function."
             )
+    across = _looks_across(closed.jaxpr)
+    if across is not None or getattr(out, "shape", None) != _TRIAL:
+        raise TypeError(
+            f"{where} is not elementwise: on a tile of shape {_TRIAL} it "
+            + (f"uses {across}" if across else f"returns {describe(out)}")
+            + ". It sees one tile at a time, of any size; compute each element from its own "
+            "row, column and operands."
+        )
     return out
+
+
+def _looks_across(jaxpr: Any) -> str | None:
+    """The first primitive that mixes elements, or None."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name.startswith(_ACROSS) and name != "reduce_precision":
+            return str(name)
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            found = _looks_across(inner) if hasattr(inner, "eqns") else None
+            if found is not None:
+                return found
+        shapes = {getattr(v.aval, "shape", ()) for v in equation.outvars}
+        if not shapes <= {(), _TRIAL}:
+            return f"{name} of shape {max(shapes)}"
+    return None
 
 
 def check_named(self: Structure, *groups: str) -> None:

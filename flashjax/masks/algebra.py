@@ -64,6 +64,15 @@ class Mask(Structure):
     def __invert__(self) -> Mask:
         return Not((self,))
 
+    # numpy and JAX arrays on the left leave the operation to the two methods below.
+    __array_ufunc__ = None
+
+    def __rand__(self, other: Any) -> Mask:
+        return _mask(other) & self
+
+    def __ror__(self, other: Any) -> Mask:
+        return _mask(other) | self
+
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value; combine masks with &, | and ~")
 
@@ -88,6 +97,14 @@ def _flattened(cls: type[And] | type[Or], *masks: Mask) -> tuple[Mask, ...]:
 
 class _Combined(Mask):
     parts: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.parts or not all(isinstance(part, Mask) for part in self.parts):
+            raise TypeError(
+                f"{type(self).__name__}(parts=…) is {self.parts!r}; wanted a tuple of masks. Write "
+                "a & b, a | b, ~a."
+            )
 
     @property
     def uses_ids(self) -> bool:  # type: ignore[override]

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flashjax.masks.algebra import EMPTY, FULL, PARTIAL, Mask
 from flashjax.masks.bounds import (
@@ -24,13 +25,14 @@ from flashjax.structure import (
     At,
     Blocked,
     Dims,
-    check_captures,
+    check_function,
     check_named,
     clipped,
     describe,
     operand,
     replace,
     structure,
+    trial,
 )
 
 
@@ -209,7 +211,9 @@ class BlockSparse(Mask):
         if dtype != jnp.bool_:
             raise TypeError(f"BlockSparse(blocks=…) has dtype {dtype}; wanted bool.")
         for name in ("block_rows", "block_columns"):
-            size = getattr(self, name)
+            size: Any = getattr(self, name)
+            if isinstance(size, np.integer):
+                object.__setattr__(self, name, size := int(size))
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"BlockSparse({name}=…) is {size!r}; wanted a Python int >= 1.")
 
@@ -279,15 +283,11 @@ class Predicate(Mask):
 
     def aligned(self, dims: Dims) -> Self:
         new = super().aligned(dims)
-        tile = jax.ShapeDtypeStruct((2, 2), jnp.int32)
-        named = {
-            k: jax.ShapeDtypeStruct((2, 2), jnp.result_type(x)) for k, x in self._named().items()
-        }
-        out = check_captures(self.fn, (tile, tile), named)
-        if getattr(out, "shape", None) != (2, 2) or out.dtype != jnp.bool_:
+        tile = trial(jnp.int32)
+        out = check_function("Predicate(fn=…)", self.fn, (tile, tile), self._named())
+        if out.dtype != jnp.bool_:
             raise TypeError(
-                f"Predicate(fn=…) returned {out} for a (2, 2) tile; wanted a bool array of the "
-                "tile's shape: compare rows and columns elementwise."
+                f"Predicate(fn=…) returns {describe(out)} for a tile; wanted bool: compare."
             )
         return new
 
