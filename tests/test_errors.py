@@ -113,10 +113,6 @@ CALLS: list[tuple[str, dict[str, Any], type[Exception], str, str]] = [
         "Predicate(fn", "float32",
     ),
     (
-        "score's shape", {"score_mod": scores.ScoreMod(_scalar_score)}, TypeError,
-        "ScoreMod(fn", "()",
-    ),
-    (
         "score's rows", {"score_mod": scores.ScoreMod(_scalar_score, rows={"a": np.ones(5, "f")})},
         ValueError, "ScoreMod.rows['a']", "(5,)",
     ),
@@ -209,8 +205,13 @@ def test_bad_terms_are_named(term: Any) -> None:
     ids=["Predicate", "ScoreMod"],
 )
 def test_captured_arrays_are_refused_with_the_way_out(arguments: Any) -> None:
-    with pytest.raises(ValueError, match=r"_capturing_\w+ captures an array .*columns=.*"):
+    with pytest.raises(ValueError, match=r"\(fn=…\).* captures an array .*columns=.*"):
         flashjax.dot_product_attention(Q, K, V, **arguments)
+
+
+def test_functions_that_are_not_elementwise_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"ScoreMod\(fn=…\) is not elementwise: .*reduce_sum"):
+        flashjax.dot_product_attention(Q, K, V, score_mod=scores.ScoreMod(_scalar_score))
 
 
 def test_traced_flags_are_refused() -> None:
