@@ -297,8 +297,8 @@ def check_function(
     for const in closed.consts:
         if isinstance(const, jax.core.Tracer) or getattr(const, "ndim", 0) > 0:
             raise ValueError(
-                f"{where}: the function captures an array ({describe(const)}); a kernel cannot see "
-                "it. Pass it as an operand: rows=, columns=, scalars= or heads={name: array}, "
+                f"{where}: {describe(fn)} captures an array ({describe(const)}); a kernel cannot "
+                "see it. Pass it as an operand: rows=, columns=, scalars= or heads={name: array}, "
                 "and take it as a keyword argument of the function."
             )
     across = _looks_across(closed.jaxpr)

@@ -306,12 +306,12 @@ REFUSED: dict[str, Refusal] = {
     "a sum": (
         lambda: ScoreMod(lambda *a: a[0].sum()),
         TypeError,
-        r"ScoreMod\(fn=…\) returned .* wanted a float array of the tile's shape",
+        r"ScoreMod\(fn=…\) is not elementwise: .* reduce_sum",
     ),
     "an integer result": (
         lambda: ScoreMod(lambda *a: a[1]),
         TypeError,
-        r"ScoreMod\(fn=…\) returned .*int32.* wanted a float array",
+        r"ScoreMod\(fn=…\) returns int32\[2,3\] for a tile of scores; wanted floats",
     ),
     "a chain with a function": (
         lambda: scores.soft_cap(1.0).then(doubled),
