@@ -140,10 +140,7 @@ def test_any_number_of_batch_dims(batch: tuple[int, ...], implementation: Any) -
     arguments = {n: x.reshape(batch) for n, x in case.arguments.items()}
 
     def attend(query: Any, key: Any, value: Any, operands: Any) -> Any:
-        return flashjax.dot_product_attention(
-            query, key, value, **operands, **arguments,
-            implementation=implementation, return_residual=True,
-        )  # fmt: skip
+        return attention(implementation, **operands, **arguments)(query, key, value)
 
     inputs = [*map(unflattened, (case.query, case.key, case.value)), operands]
     (out, lse), grads = pulled(attend, inputs, tuple(map(unflattened, case.cotangents)))
@@ -187,21 +184,23 @@ def test_two_ways_to_say_the_same(name: str, implementation: Any) -> None:
 
 def test_without_residual_gives_out_alone(implementation: Any) -> None:
     inputs = qkv(Shape())
-    out, _ = flashjax.dot_product_attention(
-        *inputs, implementation=implementation, return_residual=True
-    )
-    alone = flashjax.dot_product_attention(*inputs, implementation=implementation)
+    out, _ = attention(implementation)(*inputs)
+    alone = attention(implementation, return_residual=False)(*inputs)
     assert same_bits(out, alone)
 
 
 def test_heads_share_their_groups_keys(implementation: Any) -> None:
     """K < N is the same as key and value repeated G times each."""
     query, key, value = qkv(SHAPES["gqa"])
-    grouped = flashjax.dot_product_attention(query, key, value, implementation=implementation)
-    repeated = flashjax.dot_product_attention(
-        query, key.repeat(2, axis=2), value.repeat(2, axis=2), implementation=implementation
-    )
+    attend = attention(implementation)
+    grouped, _ = attend(query, key, value)
+    repeated, _ = attend(query, key.repeat(2, axis=2), value.repeat(2, axis=2))
     np.testing.assert_allclose(grouped, repeated, atol=1e-6)
+
+
+def test_gradients_of_shared_heads_are_summed_wide(implementation: Any) -> None:
+    """dK and dV of 32 query heads: rounding each head's to bf16 before the sum is outside."""
+    check(implementation, build(Shape(1, 40, 40, 32, 1, 16, 16), ("is_causal",), BF16))
 
 
 def test_a_score_modifier_that_hides_columns(implementation: Any) -> None:
