@@ -4,9 +4,10 @@ A `Case` is what a test is about. `check(implementation, case)` runs it forward 
 respect to everything that has a gradient, under jit, and holds every row to the bound.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -118,20 +119,24 @@ def pulled(fn: Callable[..., Any], inputs: Any, cotangents: Any) -> tuple[Any, A
     return results, grads
 
 
-def attention(implementation: Any, **arguments: Any) -> Callable[..., Any]:
-    """flashjax with out and LSE, as a function of query, key and value.
+@contextlib.contextmanager
+def skipping_refusals(implementation: Any) -> Iterator[None]:
+    """Where a kernel refuses a call, the test is skipped and says why."""
+    try:
+        yield
+    except NotImplementedError as reason:
+        if implementation in ANYWHERE:
+            raise
+        pytest.skip(f"{implementation}: {reason}")
 
-    Where a kernel refuses the call, the test is skipped and says why.
-    """
+
+def attention(implementation: Any, **arguments: Any) -> Callable[..., Any]:
+    """flashjax with out and LSE, as a function of query, key and value."""
     fixed = {"implementation": implementation, "return_residual": True, **arguments}
 
-    def call(query: Any, key: Any, value: Any) -> Any:
-        try:
-            return flashjax.dot_product_attention(query, key, value, **fixed)
-        except NotImplementedError as reason:
-            if implementation in ANYWHERE:
-                raise
-            pytest.skip(f"{implementation}: {reason}")
+    def call(query: Any, key: Any, value: Any, **more: Any) -> Any:
+        with skipping_refusals(implementation):
+            return flashjax.dot_product_attention(query, key, value, **fixed, **more)
 
     return call
 

@@ -35,6 +35,7 @@ from tests.inputs import (
     pulled,
     qkv,
     same_bits,
+    skipping_refusals,
 )
 
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -231,7 +232,8 @@ def test_case_11_flax_masks_of_zeros_and_ones(implementation: Any) -> None:
     assert mask.dtype == np.float32
     for adapter in (flashjax.linen.attention_fn, flashjax.nnx.attention_fn):
         attend = functools.partial(adapter, mask=mask, implementation=implementation)
-        out, grads = pulled(attend, inputs, made.cotangents[0])
+        with skipping_refusals(implementation):
+            out, grads = pulled(attend, inputs, made.cotangents[0])
         judge = Judge.of(*inputs, made.cotangents[0], 0 * made.cotangents[1], **made.options)
         named = dict(zip(("out", "query", "key", "value"), (out, *grads), strict=True))
         judge.hold({name: np.asarray(x) for name, x in named.items()})
@@ -309,6 +311,7 @@ def test_case_15_higher_and_forward_derivatives_through_reference() -> None:
 @pytest.mark.parametrize("implementation", [x for x in IMPLEMENTATIONS if x != "reference"])
 def test_case_15_tiled_implementations_refuse_them(implementation: Any) -> None:
     query, key, value = qkv(Shape(1, 4, 4, 1, 1, 4, 4), F32, 15)
+    attention(implementation)(query, key, value)  # the call itself may be refused
 
     def loss(query: Any) -> Any:
         attend = functools.partial(flashjax.dot_product_attention, implementation=implementation)

@@ -30,6 +30,7 @@ from tests.inputs import (
     qkv,
     run,
     same_bits,
+    skipping_refusals,
     small_tiles,
     step_of,
 )
@@ -203,9 +204,10 @@ def test_case_22_linen_decodes_as_it_attends(implementation: Any) -> None:
     make = functools.partial(linen.MultiHeadDotProductAttention, num_heads=2, attention_fn=attend)
     x = np.random.default_rng(22).normal(size=(2, 6, 8)).astype(np.float32)
     layer, decoder = make(), make(decode=True)
-    variables = decoder.init(jax.random.key(0), x)
+    with skipping_refusals(implementation):
+        variables = decoder.init(jax.random.key(0), x)
+        whole = layer.apply({"params": variables["params"]}, x)
     params, cache = variables["params"], variables["cache"]
-    whole = layer.apply({"params": params}, x)
 
     @jit
     def step(cache: Any, row: Any) -> Any:
