@@ -35,6 +35,9 @@ def attention_fn(
     here. More arguments of ``dot_product_attention`` go in with ``functools.partial``:
     ``partial(attention_fn, is_causal=True, logits_soft_cap=50.0)``.
 
+    The layer passes `mask` and dropout itself: in a partial its values replace them; give them to
+    the layer's call.
+
     Args:
       query, key, value: (…, length, heads, dim), promoted to `dtype` together.
       bias: float, broadcasts to (…, N, T, S).

@@ -32,6 +32,9 @@ def attention_fn(
     More arguments of ``dot_product_attention`` go in with ``functools.partial``:
     ``partial(attention_fn, logits_soft_cap=50.0)``.
 
+    The layer passes `mask`, `is_causal` and dropout itself: in a partial its values replace them;
+    give them to the layer's call.
+
     Args:
       query, key, value: (…, length, heads, dim), promoted to `dtype` together; key and value may
         have fewer heads.

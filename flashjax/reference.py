@@ -21,13 +21,14 @@ def forward(spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     keep = _keep(spec, operands, at)
     query, key, value = _seen(spec, operands, keep)
 
+    # The G query heads of a key head stay together, so that dK and dV are summed over them wide.
     scores = jnp.einsum(
-        "btnh,bsnh->bnts",
-        query,
+        "btkgh,bskh->bkgts",
+        query.reshape(*query.shape[:2], spec.key_heads, spec.group, spec.head_dim),
         key,
         precision=spec.precision,
         preferred_element_type=spec.accumulator,
-    )
+    ).reshape(spec.batch, spec.heads, spec.rows, spec.columns)
     scores = scores * (operands.scale if spec.scale is None else spec.scale)
     if operands.bias is not None:
         scores = scores + _where(keep, operands.bias.astype(scores.dtype), 0)
@@ -41,13 +42,14 @@ def forward(spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     if spec.dropout_rate:
         stays = dropout.keep(operands.seed, at.row, at.column, spec.dropout_rate)
         weights = jnp.where(stays, weights / (1 - spec.dropout_rate), 0)
+    grouped = (spec.batch, spec.key_heads, spec.group, spec.rows, spec.columns)
     out = jnp.einsum(
-        "bnts,bsnh->btnh",
-        weights.astype(spec.dtype),
+        "bkgts,bskh->btkgh",
+        weights.astype(spec.dtype).reshape(grouped),
         value,
         precision=spec.precision,
         preferred_element_type=spec.accumulator,
-    )
+    ).reshape(spec.out.shape)
     if keep is not None:
         # Not to change the value: an inf in such a row's dO would meet P = 0 in dV.
         out = jnp.where(keep.any(-1).swapaxes(1, 2)[..., None], out, 0)
@@ -86,12 +88,15 @@ def _keep(spec: Spec, operands: Operands, at: At) -> jax.Array | None:
 def _seen(
     spec: Spec, operands: Operands, keep: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k, v per query head, with zeros in rows and columns that nobody sees: 0 · NaN is NaN."""
-    query = operands.query
-    key, value = (jnp.repeat(x, spec.group, axis=2) for x in (operands.key, operands.value))
+    """q, k, v with zeros in rows and columns that nobody sees: 0 · NaN is NaN."""
+    query, key, value = operands.query, operands.key, operands.value
     if keep is not None:
         row_used = keep.any(-1).swapaxes(1, 2)[..., None]
-        column_used = keep.any(-2).swapaxes(1, 2)[..., None]
+        column_used = keep.any(-2)
+        if keep.shape[1] != 1:
+            shape = (keep.shape[0], spec.key_heads, spec.group, spec.columns)
+            column_used = column_used.reshape(shape).any(2)
+        column_used = column_used.swapaxes(1, 2)[..., None]
         query = jnp.where(row_used, query, 0)
         key, value = jnp.where(column_used, key, 0), jnp.where(column_used, value, 0)
     return query, key, value

@@ -109,6 +109,8 @@ def _paths(data: str) -> list[Path]:
         if not found:
             raise InputError(f"--data {data}: the glob matches no file (was it quoted?)")
         return found
+    if path.exists():
+        raise InputError(f"--data {data}: neither a regular file nor a directory")
     raise InputError(f"--data {data}: no such file or directory")
 
 

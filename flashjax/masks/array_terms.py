@@ -180,7 +180,7 @@ class Dense(Mask):
         if dtype != jnp.bool_:
             raise TypeError(
                 f"mask has dtype {dtype}; wanted bool, True where a column is allowed. "
-                "Write `mask.astype(bool)`, or pass an additive mask as bias."
+                "Of a 0/1 mask write mask.astype(bool); an additive mask (0, −inf) goes in as bias."
             )
 
     def keep(self, at: At) -> jax.Array:
