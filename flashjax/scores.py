@@ -16,20 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flashjax.elementwise import check_function, check_named, trial
 from flashjax.structure import (
     POSITION_LIMIT,
     At,
     Dims,
+    Place,
     Structure,
-    check_function,
-    check_named,
     clipped,
     describe,
+    moved,
     nested,
     operand,
     replace,
     structure,
-    trial,
 )
 
 
@@ -103,6 +103,9 @@ class Alibi(Score):
         new = super(Alibi, replace(self, slopes=slopes)).aligned(dims)
         return replace(new, offset=clipped(new.offset, -POSITION_LIMIT, POSITION_LIMIT))
 
+    def placed(self, place: Place) -> Self:
+        return replace(self, offset=moved(self.offset, place.row - place.column))
+
     def apply(self, score: jax.Array, at: At) -> jax.Array:
         distance = jnp.abs(at.row + self.offset - at.column)
         return score - self.slopes.astype(score.dtype) * distance.astype(score.dtype)
@@ -125,7 +128,8 @@ class ScoreMod(Score):
     ``rows`` (T,) or (*batch, T), ``columns`` (S,) or (*batch, S), ``scalars`` () or (*batch,) and
     ``heads`` (N,) are dicts of arrays that `fn` takes as keyword arguments, on the tile; float
     ones get gradients. `fn` is compared by identity: define it once, outside the step function.
-    Where a mask hides an element, what `fn` gives there does not matter, NaN included.
+    Where a mask hides an element, what `fn` gives there does not matter, NaN included. `fn` sees
+    ``row + row_offset`` and ``column + column_offset``.
     """
 
     fn: Callable[..., jax.Array]
@@ -133,6 +137,8 @@ class ScoreMod(Score):
     columns: Any = operand("column", default_factory=dict)
     scalars: Any = operand("scalar", default_factory=dict)
     heads: Any = operand("head", default_factory=dict)
+    row_offset: Any = operand("scalar", integer=True, default=0)
+    column_offset: Any = operand("scalar", integer=True, default=0)
 
     uses_ids = True
 
@@ -145,8 +151,20 @@ class ScoreMod(Score):
     def _named(self) -> dict[str, Any]:
         return {**self.rows, **self.columns, **self.scalars, **self.heads}
 
+    def placed(self, place: Place) -> Self:
+        return replace(
+            super().placed(place),
+            row_offset=moved(self.row_offset, place.row),
+            column_offset=moved(self.column_offset, place.column),
+        )
+
     def aligned(self, dims: Dims) -> Self:
         new = super().aligned(dims)
+        new = replace(
+            new,
+            row_offset=clipped(new.row_offset, -POSITION_LIMIT, POSITION_LIMIT),
+            column_offset=clipped(new.column_offset, -POSITION_LIMIT, POSITION_LIMIT),
+        )
         tiles = (trial(jnp.float32), *[trial(jnp.int32)] * 4)
         out = check_function("ScoreMod(fn=…)", self.fn, tiles, self._named())
         if not jnp.issubdtype(out.dtype, jnp.floating):
@@ -156,5 +174,6 @@ class ScoreMod(Score):
         return new
 
     def apply(self, score: jax.Array, at: At) -> jax.Array:
-        new = self.fn(score, at.row, at.column, at.batch, at.head, **self._named())
+        row, column = at.row + self.row_offset, at.column + self.column_offset
+        new = self.fn(score, row, column, at.batch, at.head, **self._named())
         return new.astype(score.dtype)

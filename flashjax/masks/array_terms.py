@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flashjax.elementwise import check_function, check_named, trial
 from flashjax.masks.algebra import EMPTY, FULL, PARTIAL, Mask
 from flashjax.masks.bounds import (
     INT_MAX,
@@ -22,17 +23,17 @@ from flashjax.masks.bounds import (
     suffix_min,
 )
 from flashjax.structure import (
+    POSITION_LIMIT,
     At,
     Blocked,
     Dims,
-    check_function,
-    check_named,
+    Place,
     clipped,
     describe,
+    moved,
     operand,
     replace,
     structure,
-    trial,
 )
 
 
@@ -68,6 +69,15 @@ class Segments(Mask):
         wide = jnp.int64 in (new.query.dtype, new.key.dtype)
         dtype = jnp.int64 if wide else jnp.int32
         return replace(self, query=new.query.astype(dtype), key=new.key.astype(dtype))
+
+    def placed(self, place: Place) -> Self:
+        if self.key is None:
+            raise ValueError(
+                "Segments(key=…) is None while decoding; wanted the ids of the rows of this call "
+                "and those of the cache's columns. Pass Segments(query, key), or "
+                "segment_ids=(q, kv)."
+            )
+        return super().placed(place)
 
     def keep(self, at: At) -> jax.Array:
         return (self.query == self.key) & (self.query >= 0)
@@ -131,6 +141,10 @@ class Intervals(Mask):
             begin=clipped(jnp.asarray(new.begin), 0, dims.rows),
             end=clipped(jnp.asarray(new.end), 0, dims.rows),
         )
+
+    def placed(self, place: Place) -> Self:
+        new = super().placed(place)
+        return replace(new, begin=moved(new.begin, -place.row), end=moved(new.end, -place.row))
 
     def keep(self, at: At) -> jax.Array:
         return (at.row >= self.begin) & (at.row < self.end)
@@ -228,6 +242,12 @@ class BlockSparse(Mask):
         blocks = super().aligned(Dims(dims.batch, dims.heads, *counts)).blocks
         return replace(self, blocks=Blocked(blocks, self.block_rows, self.block_columns))
 
+    def placed(self, place: Place) -> Self:
+        raise NotImplementedError(
+            "mask holds BlockSparse while decoding: its blocks do not lie on the blocks of a part. "
+            "Pass the rows of this call as a bool array instead."
+        )
+
     def keep(self, at: At) -> jax.Array:
         return self.blocks
 
@@ -257,7 +277,8 @@ class Predicate(Mask):
     ``heads`` (N,) are dicts of arrays that `fn` takes as keyword arguments, on the tile. `fn` is
     compared by identity: define it once, outside the step function. ``tile_verdict(row_begin,
     row_end, column_begin, column_end)`` may tell tiles apart: ends exclusive, returns
-    ``masks.EMPTY``, ``PARTIAL`` or ``FULL`` elementwise; without it every tile is PARTIAL.
+    ``masks.EMPTY``, ``PARTIAL`` or ``FULL`` elementwise; without it every tile is PARTIAL. `fn`
+    sees ``row + row_offset`` and ``column + column_offset``.
     """
 
     fn: Callable[..., jax.Array]
@@ -266,6 +287,8 @@ class Predicate(Mask):
     scalars: Any = operand("scalar", default_factory=dict)
     heads: Any = operand("head", default_factory=dict)
     tile_verdict: Callable[..., jax.Array] | None = None
+    row_offset: Any = operand("scalar", integer=True, default=0)
+    column_offset: Any = operand("scalar", integer=True, default=0)
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -281,8 +304,20 @@ class Predicate(Mask):
     def _named(self) -> dict[str, Any]:
         return {**self.rows, **self.columns, **self.scalars, **self.heads}
 
+    def placed(self, place: Place) -> Self:
+        return replace(
+            super().placed(place),
+            row_offset=moved(self.row_offset, place.row),
+            column_offset=moved(self.column_offset, place.column),
+        )
+
     def aligned(self, dims: Dims) -> Self:
         new = super().aligned(dims)
+        new = replace(
+            new,
+            row_offset=clipped(new.row_offset, -POSITION_LIMIT, POSITION_LIMIT),
+            column_offset=clipped(new.column_offset, -POSITION_LIMIT, POSITION_LIMIT),
+        )
         tile = trial(jnp.int32)
         out = check_function("Predicate(fn=…)", self.fn, (tile, tile), self._named())
         if out.dtype != jnp.bool_:
@@ -292,7 +327,8 @@ class Predicate(Mask):
         return new
 
     def keep(self, at: At) -> jax.Array:
-        return self.fn(at.row, at.column, **self._named())
+        row, column = at.row + self.row_offset, at.column + self.column_offset
+        return self.fn(row, column, **self._named())
 
     def bounds(self, blocks: Blocks, length: int, axis: Axis) -> Bounds | None:
         if self.tile_verdict is not None:
@@ -302,19 +338,22 @@ class Predicate(Mask):
     def verdict(self, rows: Blocks, columns: Blocks) -> jax.Array:
         if self.tile_verdict is None:
             return super().verdict(rows, columns)
+        row, column = self.row_offset, self.column_offset
         found = jnp.asarray(
             self.tile_verdict(
-                rows.begin[:, None],
-                rows.last[:, None] + 1,
-                columns.begin[None, :],
-                columns.last[None, :] + 1,
+                rows.begin[:, None] + row,
+                rows.last[:, None] + 1 + row,
+                columns.begin[None, :] + column,
+                columns.last[None, :] + 1 + column,
             )
         )
-        grid = (rows.count, columns.count)
-        padded = (1,) * (2 - found.ndim) + found.shape
-        if len(padded) != 2 or any(x not in (1, n) for x, n in zip(padded, grid, strict=True)):
+        # Offsets that are operands bring batch and heads in front.
+        lead = jnp.broadcast_shapes((1, 1), *(jnp.shape(x)[:2] for x in (row, column)))
+        grid = (*lead, rows.count, columns.count)
+        padded = (1,) * (4 - found.ndim) + found.shape
+        if len(padded) != 4 or any(x not in (1, n) for x, n in zip(padded, grid, strict=True)):
             raise ValueError(
-                f"Predicate(tile_verdict=…) returned shape {found.shape} for {grid} tiles; wanted "
-                "one verdict a tile: combine its arguments elementwise."
+                f"Predicate(tile_verdict=…) returned shape {found.shape} for {grid[2:]} tiles; "
+                "wanted one verdict a tile: combine its arguments elementwise."
             )
-        return jnp.broadcast_to(found.astype(jnp.int8), (1, 1, *grid))
+        return jnp.broadcast_to(found.astype(jnp.int8).reshape(padded), grid)

@@ -14,7 +14,17 @@ import numpy as np
 
 from flashjax.masks.algebra import Mask
 from flashjax.masks.bounds import Axis, Blocks, Bounds, Range, span
-from flashjax.structure import POSITION_LIMIT, At, Dims, clipped, operand, replace, structure
+from flashjax.structure import (
+    POSITION_LIMIT,
+    At,
+    Dims,
+    Place,
+    clipped,
+    moved,
+    operand,
+    replace,
+    structure,
+)
 
 
 def _per_block(x: Any) -> Any:
@@ -59,6 +69,11 @@ class Causal(_Band):
         offset = clipped(super().aligned(dims).offset, -POSITION_LIMIT, POSITION_LIMIT)
         return replace(self, offset=offset + shift, align="top_left")
 
+    def placed(self, place: Place) -> Self:
+        # In the whole sequence T = S, where both alignments are one.
+        offset = moved(self.offset, place.row - place.column)
+        return replace(self, offset=offset, align="top_left")
+
     def keep(self, at: At) -> jax.Array:
         return at.column <= at.row + self.offset
 
@@ -95,6 +110,9 @@ class Window(_Band):
         offset = clipped(super().aligned(dims).offset, -POSITION_LIMIT, POSITION_LIMIT)
         left = clipped(self.left, 0, POSITION_LIMIT)
         return replace(self, offset=offset, left=left, right=clipped(self.right, 0, POSITION_LIMIT))
+
+    def placed(self, place: Place) -> Self:
+        return replace(self, offset=moved(self.offset, place.row - place.column))
 
     def keep(self, at: At) -> jax.Array:
         distance = at.column - (at.row + self.offset)
@@ -133,6 +151,10 @@ class Lengths(_Band):
         query, key = clipped(new.query, 0, dims.rows), clipped(new.key, 0, dims.columns)
         return replace(self, query=query, key=key)
 
+    def placed(self, place: Place) -> Self:
+        query, key = moved(self.query, -place.row), moved(self.key, -place.column)
+        return replace(self, query=query, key=key)
+
     def keep(self, at: At) -> jax.Array:
         kept = at.row >= 0 if self.query is None else at.row < self.query
         return kept & (at.column >= 0 if self.key is None else at.column < self.key)
@@ -160,6 +182,9 @@ class Prefix(_Band):
     def aligned(self, dims: Dims) -> Self:
         return replace(self, length=clipped(super().aligned(dims).length, 0, dims.columns))
 
+    def placed(self, place: Place) -> Self:
+        return replace(self, length=moved(self.length, -place.column))
+
     def keep(self, at: At) -> jax.Array:
         return (at.column < self.length) & (at.row >= 0)
 
@@ -172,10 +197,14 @@ class Prefix(_Band):
 
 @structure
 class Chunked(_Band):
-    """Columns in the same chunk of ``size`` positions as ``row + offset``."""
+    """Columns in the same chunk of ``size`` positions as ``row + offset``.
+
+    Chunks begin where column + ``phase`` is a multiple of ``size``.
+    """
 
     size: int
     offset: Any = operand("scalar", integer=True, default=0)
+    phase: Any = operand("scalar", integer=True, default=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,22 +215,29 @@ class Chunked(_Band):
             raise ValueError(f"Chunked(size=…) is {self.size!r}; wanted a Python int >= 1.")
 
     def aligned(self, dims: Dims) -> Self:
-        offset = clipped(super().aligned(dims).offset, -POSITION_LIMIT, POSITION_LIMIT)
-        return replace(self, offset=offset, size=min(self.size, POSITION_LIMIT))
+        new = super().aligned(dims)
+        offset, phase = (
+            clipped(x, -POSITION_LIMIT, POSITION_LIMIT) for x in (new.offset, new.phase)
+        )
+        return replace(self, offset=offset, phase=phase, size=min(self.size, POSITION_LIMIT))
+
+    def placed(self, place: Place) -> Self:
+        offset = moved(self.offset, place.row - place.column)
+        return replace(self, offset=offset, phase=moved(self.phase, place.column))
 
     def keep(self, at: At) -> jax.Array:
-        start = self._start(at.row + self.offset)
+        start = self._start(at.row + self.offset, self.phase)
         return (at.column >= start) & (at.column < start + self.size)
 
-    def _start(self, position: Any) -> Any:
+    def _start(self, position: Any, phase: Any) -> Any:
         # Remainder with the sign of the divisor, spelt for lowerings that truncate.
-        remainder = jax.lax.rem(jnp.asarray(position, jnp.int32), jnp.int32(self.size))
+        remainder = jax.lax.rem(jnp.asarray(position + phase, jnp.int32), jnp.int32(self.size))
         return position - jnp.where(remainder < 0, remainder + self.size, remainder)
 
     def _columns_of(self, row: Any, columns: int) -> Range:
-        start = self._start(row + _per_block(self.offset))
+        start = self._start(row + _per_block(self.offset), _per_block(self.phase))
         return Range(start, start + self.size)
 
     def _rows_of(self, column: Any, rows: int) -> Range:
-        start = self._start(column) - _per_block(self.offset)
+        start = self._start(column, _per_block(self.phase)) - _per_block(self.offset)
         return Range(start, start + self.size)
