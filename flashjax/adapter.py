@@ -57,7 +57,7 @@ def attend_for_flax(
     one_row_of_many = query.shape[-3] == 1 and key.shape[-3] > 1
     implementation = options.pop("implementation", None)
     arguments = Arguments(
-        mask=_as_bool(mask),
+        mask=as_bool(mask),
         is_causal=bool(is_causal) and not one_row_of_many,
         dropout_rate=dropout_rate if drop else 0.0,
         dropout_key=dropout_rng if drop else None,
@@ -68,7 +68,7 @@ def attend_for_flax(
     return found
 
 
-def _as_bool(mask: Any) -> Any:
+def as_bool(mask: Any) -> Any:
     """Flax's mask helpers make float32 arrays of 0 and 1."""
     if mask is None or isinstance(mask, Mask):
         return mask

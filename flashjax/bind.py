@@ -187,7 +187,7 @@ def mask_of(arguments: Arguments, dims: Dims) -> Mask | None:
     if any(x is not None for x in lengths.values()):
         terms.append(Lengths(lengths["query_seq_lengths"], lengths["key_value_seq_lengths"]))
     if arguments.local_window_size is not None:
-        terms.append(Window(*_window(arguments.local_window_size)))
+        terms.append(Window(*window_sides(arguments.local_window_size)))
     if _flag(arguments, "is_causal"):
         terms.append(Causal())
     if arguments.segment_ids is not None:
@@ -218,7 +218,12 @@ def _lengths(lengths: Any, name: str, dims: Dims) -> jax.Array | None:
     return array
 
 
-def _window(size: Any) -> tuple[int | None, int | None]:
+def window_sides(size: Any) -> tuple[int | None, int | None]:
+    """`local_window_size` as (left, right).
+
+    Raises:
+      ValueError, TypeError: it is neither an int >= 0 nor a pair of them or None.
+    """
     sides = (size, size) if not isinstance(size, (tuple, list)) else tuple(size)
     valid = len(sides) == 2 and all(
         side is None or (isinstance(side, (int, np.integer)) and not isinstance(side, bool))

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # so it may import anything, and only what comes after it may import from it.
 ORDER = (
     ("structure", "varying"),
-    ("masks", "scores", "dropout"),
+    ("elementwise",),
+    ("masks", "scores", "dropout", "rotary"),
     ("spec",),
     ("backend",),
     ("bind", "kernels"),
@@ -33,7 +34,8 @@ ORDER = (
     ("attention", "explanation"),
     ("decode", "parallel"),
     ("flashjax",),
-    ("adapter",),
+    ("adapter", "cache"),
+    ("layer",),
     ("linen", "nnx", "doctor"),
     ("__main__",),
 )

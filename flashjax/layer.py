@@ -1,0 +1,246 @@
+"""What the linen and nnx layers share between their projections: rotary, cache, masks, the call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from flashjax.adapter import as_bool
+from flashjax.attention import call
+from flashjax.bind import Arguments, window_sides
+from flashjax.cache import Columns, KVCache, Window, extend
+from flashjax.masks import Causal, Dense, Lengths, Mask, Segments
+from flashjax.masks import Window as WindowTerm
+from flashjax.rotary import Rotary
+from flashjax.structure import Place
+
+
+class Options(Protocol):
+    """What a layer is told when it is made."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def is_causal(self) -> bool | None: ...
+    @property
+    def local_window_size(self) -> int | tuple[int | None, int | None] | None: ...
+    @property
+    def logits_soft_cap(self) -> float | None: ...
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def rotary(self) -> Rotary | None: ...
+    @property
+    def dropout_rate(self) -> float: ...
+    @property
+    def broadcast_dropout(self) -> bool: ...
+    @property
+    def deterministic_backward(self) -> bool: ...
+    @property
+    def precision(self) -> Any: ...
+    @property
+    def implementation(self) -> str | None: ...
+
+
+class Given(NamedTuple):
+    """What a layer is told at a call, beyond its inputs; as the layers' own arguments."""
+
+    mask: Any = None
+    bias: Any = None
+    score_mod: Any = None
+    segment_ids: Any = None
+    query_seq_lengths: Any = None
+    key_value_seq_lengths: Any = None
+    positions: Any = None
+    is_causal: bool | None = None
+
+
+class Heads(NamedTuple):
+    """How many features a layer's projections make."""
+
+    query: int
+    key_value: int
+    dim: int
+
+
+def heads_of(num_heads: int, num_kv_heads: int | None, qkv_features: int) -> Heads:
+    """Checks what shapes the projections.
+
+    Raises:
+      ValueError: the numbers do not divide.
+    """
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads < 1 or qkv_features % num_heads:
+        raise ValueError(
+            f"qkv_features is {qkv_features} and num_heads {num_heads}; wanted a multiple of the "
+            "number of heads."
+        )
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise ValueError(
+            f"num_kv_heads is {kv_heads} and num_heads {num_heads}; wanted a divisor of the number "
+            "of query heads."
+        )
+    return Heads(num_heads, kv_heads, qkv_features // num_heads)
+
+
+def norm_kind(normalize_qk: bool | str) -> str | None:
+    """None, "layer" (Flax's meaning of True) or "rms".
+
+    Raises:
+      ValueError: it is none of these.
+    """
+    kinds = {False: None, True: "layer", "layer": "layer", "rms": "rms"}
+    if not isinstance(normalize_qk, (bool, str)) or normalize_qk not in kinds:
+        raise ValueError(
+            f"normalize_qk is {normalize_qk!r}; wanted False, True or 'layer' (LayerNorm, as in "
+            "Flax), or 'rms'."
+        )
+    return kinds[normalize_qk]
+
+
+def window_of(size: Any) -> Window:
+    """The layer's window as (left, right)."""
+    return None if size is None else window_sides(size)
+
+
+def key_inputs(
+    inputs_q: jax.Array, inputs_k: jax.Array | None, inputs_v: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Flax's rule: keys come from the queries' inputs, values from the keys'.
+
+    Raises:
+      ValueError: `inputs_v` is given without `inputs_k`.
+    """
+    if inputs_k is None:
+        if inputs_v is not None:
+            raise ValueError(
+                "inputs_v is given and inputs_k is None; wanted inputs_k too. For the same keys "
+                "and values pass inputs_k alone."
+            )
+        inputs_k = inputs_q
+    return inputs_k, inputs_k if inputs_v is None else inputs_v
+
+
+def attend(
+    options: Options,
+    given: Given,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    sinks: jax.Array | None,
+    dropout_key: Any,
+    cache: KVCache | None,
+) -> tuple[jax.Array, KVCache | None]:
+    """From projected heads to (…, T, N, Hv), and the cache with this call's tokens.
+
+    Raises:
+      ValueError, TypeError: as ``flashjax.dot_product_attention`` and :func:`flashjax.cache.extend`
+        do; or positions are given to a layer without rotary embedding.
+    """
+    query, key = _turned(options, given, query, key, cache)
+    is_causal = given.is_causal if given.is_causal is not None else options.is_causal
+    arguments = Arguments(
+        bias=given.bias,
+        mask=as_bool(given.mask),
+        score_mod=given.score_mod,
+        scale=options.scale,
+        is_causal=(cache is not None) if is_causal is None else is_causal,
+        query_seq_lengths=given.query_seq_lengths,
+        key_value_seq_lengths=given.key_value_seq_lengths,
+        local_window_size=options.local_window_size,
+        segment_ids=given.segment_ids,
+        logits_soft_cap=options.logits_soft_cap,
+        sinks=sinks,
+        dropout_rate=options.dropout_rate if dropout_key is not None else 0.0,
+        dropout_key=dropout_key,
+        share_dropout=options.broadcast_dropout,
+        deterministic_backward=options.deterministic_backward,
+        precision=options.precision,
+    )
+    if cache is None:
+        return call(query, key, value, arguments, options.implementation), None
+    if query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            f"decoding with {query.shape[-3]} query and {key.shape[-3]} key tokens; wanted the "
+            "same tokens. For cross-attention call the layer with decode=False."
+        )
+    columns = extend(cache, key, value, window_of(options.local_window_size))
+    arguments = _on_cache(arguments, columns)
+    out = call(query, columns.key, columns.value, arguments, options.implementation)
+    if columns.fits is not None:
+        # A traced count cannot raise; silence would give the text a hole.
+        out = jnp.where(columns.fits, out, jnp.nan)
+    return out, columns.cache
+
+
+def _turned(
+    options: Options, given: Given, query: jax.Array, key: jax.Array, cache: KVCache | None
+) -> tuple[jax.Array, jax.Array]:
+    if options.rotary is None:
+        if given.positions is not None:
+            raise ValueError(
+                "positions is given, and the layer has no rotary embedding; wanted None. Make the "
+                "layer with rotary=flashjax.Rotary()."
+            )
+        return query, key
+    begin = 0 if cache is None else cache.written
+    if given.positions is None:
+        pair = tuple(begin + jnp.arange(x.shape[-3], dtype=jnp.int32) for x in (query, key))
+    elif isinstance(given.positions, (tuple, list)):
+        pair = tuple(given.positions)
+    else:
+        pair = (given.positions, given.positions)
+    if len(pair) != 2:
+        raise ValueError(
+            f"positions has {len(pair)} parts; wanted an array or a pair (query positions, key "
+            "positions)."
+        )
+    return options.rotary(query, pair[0]), options.rotary(key, pair[1])
+
+
+def _on_cache(arguments: Arguments, columns: Columns) -> Arguments:
+    """The arguments, said of positions in the text, for rows and columns of this call."""
+    place = columns.place
+    terms = [term.placed(place) for term in _terms(arguments)]
+    terms.append(columns.filled)
+    bias, score = arguments.bias, arguments.score_mod
+    return dataclasses.replace(
+        arguments,
+        mask=functools.reduce(lambda a, b: a & b, terms),
+        bias=None if bias is None else _placed_bias(jnp.asarray(bias), place),
+        score_mod=None if score is None else score.placed(place),
+        is_causal=False,
+        query_seq_lengths=None,
+        key_value_seq_lengths=None,
+        local_window_size=None,
+        segment_ids=None,
+    )
+
+
+def _placed_bias(bias: jax.Array, place: Place) -> jax.Array:
+    return place.columns_of(bias) if bias.ndim and bias.shape[-1] != 1 else bias
+
+
+def _terms(arguments: Arguments) -> list[Mask]:
+    """Everything that hides columns, before it knows the call's shape."""
+    terms: list[Mask] = []
+    if arguments.mask is not None:
+        mask = arguments.mask
+        terms.append(mask if isinstance(mask, Mask) else Dense(mask))
+    window = window_of(arguments.local_window_size)
+    if window is not None:
+        terms.append(WindowTerm(*window))
+    lengths = (arguments.query_seq_lengths, arguments.key_value_seq_lengths)
+    if any(x is not None for x in lengths):
+        terms.append(Lengths(*lengths))
+    if arguments.segment_ids is not None:
+        pair = arguments.segment_ids
+        terms.append(Segments(*pair) if isinstance(pair, (tuple, list)) else Segments(pair))
+    if arguments.is_causal:
+        terms.append(Causal())
+    return terms
