@@ -2,9 +2,11 @@
 
     python examples/train_lm.py --preset tiny
     python examples/train_lm.py --preset tiny --data 'books/**/*.txt' --steps 1000 --out runs/books
+    python examples/train_lm.py --preset long-32k --data ~/src --out runs/src
 
-Without `--data` the text is the source of the running Python's standard library. The loss curve
-and its numbers are left in `--out`, over what an earlier run left there.
+Without `--data` the text is the source of the running Python's standard library. The loss curve,
+its numbers and checkpoints are left in `--out`. The same command goes on with an unfinished run,
+as if nothing had broken it, and starts a finished one anew.
 """
 
 import argparse
@@ -13,7 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lm.config import DTYPES, IMPLEMENTATIONS, PRESETS, InputError
+from lm.config import (
+    DOCUMENTS,
+    DTYPES,
+    FLAGS,
+    IMPLEMENTATIONS,
+    PRESETS,
+    REMATS,
+    InputError,
+)
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -28,44 +38,60 @@ class OneLineParser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     result = OneLineParser(prog="train_lm", description=__doc__.splitlines()[0], allow_abbrev=False)
-    result.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
-    result.add_argument("--data", metavar="PATH|GLOB", help="a file, a directory or a glob")
-    result.add_argument("--out", type=Path, metavar="DIR", help="default: runs/PRESET")
-    result.add_argument("--steps", type=int)
-    result.add_argument("--batch", type=int, help="rows a step")
-    result.add_argument("--length", type=int, help="tokens a row")
-    result.add_argument("--learning-rate", type=float, help="its peak")
-    result.add_argument("--seed", type=int, help="of the parameters and of the order of the rows")
-    result.add_argument("--dtype", choices=DTYPES, help="the layers compute in it")
-    result.add_argument(
-        "--implementation", choices=IMPLEMENTATIONS, help="of attention; default: the best here"
+    add = result.add_argument
+    add("--preset", choices=tuple(PRESETS), default="tiny", help="the run's sizes; default: tiny")
+    add("--data", metavar="PATH|GLOB", help="a file, a directory or a glob of text files")
+    add(
+        "--documents",
+        choices=DOCUMENTS,
+        help="what makes a document: each file, or each directory's files joined to one long one",
     )
-    result.add_argument("--no-progress", action="store_true", help="no progress bar")
+    add("--out", type=Path, metavar="DIR", help="metrics and checkpoints; default: runs/PRESET")
+    add("--restart", action="store_true", help="discard the unfinished run in --out")
+    add("--steps", type=int, help="updates of the parameters, which set the schedule's length too")
+    add("--batch", type=int, help="rows that go through the model at once")
+    add("--accumulate", type=int, help="batches whose gradients are summed to one step")
+    add("--length", type=int, help="tokens a row")
+    add("--learning-rate", type=float, help="its peak")
+    add("--seed", type=int, help="of the parameters and of the order of the rows")
+    add("--dtype", choices=DTYPES, help="the layers compute in it; parameters stay float32")
+    add(
+        "--remat",
+        choices=REMATS,
+        help="what the backward computes again to save memory: nothing, each block but its "
+        "attention, or each block",
+    )
+    add("--implementation", choices=IMPLEMENTATIONS, help="of attention; default: the best here")
+    add("--checkpoint-every", type=int, metavar="STEPS", help="steps from checkpoint to checkpoint")
+    add("--profile", action="store_true", help="write a trace of a few steps to OUT/profile")
+    add("--no-progress", action="store_true", help="no progress bar")
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         flags = parser().parse_args(arguments)
-        config = PRESETS[flags.preset].override(
-            steps=flags.steps,
-            batch=flags.batch,
-            length=flags.length,
-            learning_rate=flags.learning_rate,
-            seed=flags.seed,
-            dtype=flags.dtype,
-            implementation=flags.implementation,
-        )
+        config = PRESETS[flags.preset].override(**{name: getattr(flags, name) for name in FLAGS})
         # JAX and matplotlib take seconds to import; a bad flag or --help need not wait for them.
         from lm.train import run
 
         out = flags.out or Path("runs") / config.preset
-        run(config, flags.data, out, progress=not flags.no_progress)
+        run(
+            config,
+            flags.data,
+            out,
+            progress=not flags.no_progress,
+            restart=flags.restart,
+            profile=flags.profile,
+        )
     except InputError as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("train_lm: interrupted; what was measured so far is in --out", file=sys.stderr)
+        print(
+            "train_lm: interrupted; the same command goes on from the last checkpoint in --out",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     return 0
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.config import InputError
-from lm.data import VALIDATION_SHARE, load_documents, split_documents
+from lm.data import VALIDATION_SHARE, TextFile, load_files, make_documents, split_files
 from lm.entropy import byte_entropy
 from lm.packing import BEGIN, END, PADDING_SEGMENT, Batch, PackedRows, pack
 
@@ -126,42 +126,57 @@ def test_evaluation_batches_are_filled_up_with_padding() -> None:
     assert not second.targets[2].any()
 
 
-def test_split_puts_each_document_on_one_side_whatever_the_others_are() -> None:
-    documents = [f"document {i}".encode() for i in range(4000)]
-    split = split_documents(documents)
-    assert sorted(split.train + split.validation) == sorted(documents)
+def numbered_files(numbers: range) -> list[TextFile]:
+    return [TextFile(f"{i}.txt", b"text %d" % i) for i in numbers]
+
+
+def test_split_puts_each_file_on_one_side_whatever_the_others_are() -> None:
+    files = numbered_files(range(4000))
+    split = split_files(files)
+    assert sorted(split.train + split.validation) == sorted(files)
     assert 0.8 < len(split.validation) / (4000 * VALIDATION_SHARE) < 1.2
-    fewer = split_documents(documents[::2])
-    assert set(fewer.validation) == set(split.validation) & set(documents[::2])
+    fewer = split_files(files[::2])
+    assert set(fewer.validation) == set(split.validation) & set(files[::2])
 
 
-def test_equal_documents_are_on_the_same_side() -> None:
-    split = split_documents([f"document {i % 200}".encode() for i in range(400)])
-    assert not set(split.train) & set(split.validation)
+def test_equal_files_are_on_the_same_side() -> None:
+    split = split_files(
+        [file._replace(name=copy) for copy in "ab" for file in numbered_files(range(200))]
+    )
+    assert not {file.text for file in split.train} & {file.text for file in split.validation}
 
 
 @pytest.mark.parametrize("count", [2, 3, 10])
-def test_both_sides_have_documents_however_few_there_are(count: int) -> None:
+def test_both_sides_have_files_however_few_there_are(count: int) -> None:
     for first in range(40):
-        split = split_documents([b"%d" % i for i in range(first, first + count)])
+        split = split_files(numbered_files(range(first, first + count)))
         assert split.train
         assert split.validation
 
 
-def test_a_lone_document_is_cut_in_two() -> None:
-    document = bytes(range(256)) * 10
-    split = split_documents([document])
-    assert split.train[0] + split.validation[0] == document
-    with pytest.raises(InputError, match="one document of 9 bytes"):
-        split_documents([b"too short"])
+def test_a_lone_file_is_cut_in_two() -> None:
+    text = bytes(range(256)) * 10
+    (train,), (validation,) = split_files([TextFile("a", text)])
+    assert train.text + validation.text == text
+    with pytest.raises(InputError, match="one text of 9 bytes"):
+        split_files([TextFile("a", b"too short")])
+
+
+def test_a_directorys_own_files_make_one_document() -> None:
+    files = [TextFile("a.py", b"1"), TextFile("b/c.py", b"2\n"), TextFile("d.py", b"3")]
+    assert make_documents(files, "file") == [b"1", b"2\n", b"3"]
+    assert make_documents(files, "directory") == [
+        b"==> a.py <==\n1\n==> d.py <==\n3\n",
+        b"==> b/c.py <==\n2\n\n",
+    ]
 
 
 def test_the_standard_library_is_read_by_default() -> None:
-    documents = load_documents(None)
+    files = load_files(None)
     stdlib = Path(sysconfig.get_path("stdlib"))
-    assert (stdlib / "argparse.py").read_bytes() in documents
-    assert (stdlib / "json" / "decoder.py").read_bytes() in documents
-    assert all(documents)
+    for name in ["argparse.py", "json/decoder.py"]:
+        assert TextFile(name, (stdlib / name).read_bytes()) in files
+    assert all(file.text for file in files)
 
 
 def test_what_was_installed_into_the_standard_library_is_passed_over(
@@ -172,7 +187,7 @@ def test_what_was_installed_into_the_standard_library_is_passed_over(
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
-    assert load_documents(None) == [b"json/a.py", b"z.py"]
+    assert [file.name for file in load_files(None)] == ["json/a.py", "z.py"]
 
 
 def test_files_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
@@ -181,9 +196,10 @@ def test_files_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("zwölf".encode("latin-1"))
     (tmp_path / "binary.bin").write_bytes(b"\x00\x01")
     (tmp_path / "empty.txt").write_bytes(b"")
-    assert load_documents(str(tmp_path)) == [b"eins", "zwölf".encode()]
-    assert load_documents(str(tmp_path / "*.txt")) == [b"eins", "zwölf".encode()]
-    assert load_documents(str(tmp_path / "a.txt")) == [b"eins"]
+    both = [TextFile("a.txt", b"eins"), TextFile("b.txt", "zwölf".encode())]
+    assert load_files(str(tmp_path)) == both
+    assert load_files(str(tmp_path / "*.txt")) == both
+    assert load_files(str(tmp_path / "a.txt")) == both[:1]
 
 
 def test_entropy_of_a_hand_made_example() -> None:

@@ -3,10 +3,12 @@
 import csv
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +17,14 @@ import pytest
 from flax import nnx
 from jax import Array
 
-from lm.config import PRESETS, Config, InputError
+from lm.config import PRESETS, REMATS, Config, InputError
+from lm.cost import Work, matrix_parameters, model_flops, work_of
+from lm.metrics import Row
 from lm.model import LanguageModel
-from lm.packing import VOCABULARY, pack
-from lm.step import LossSum, TrainState, loss_sum, make_program
+from lm.packing import VOCABULARY, Batch, pack
+from lm.step import LossSum, TrainState, loss_sum, make_program, summed_gradients
 from lm.train import Compiled, train_steps
+from tests.test_remat import BACKWARD, FORWARD, products
 from train_lm import main
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_lm.py"
@@ -70,19 +75,14 @@ def test_a_short_run_leaves_its_numbers_and_its_plot(
     tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "run"
-    assert main(["--data", str(texts), "--out", str(out)]) == 0
+    assert main(["--data", str(texts), "--out", str(out), "--profile"]) == 0
     with (out / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["2", "3"]
-    assert list(rows[0]) == [
-        "step",
-        "tokens",
-        "train_loss",
-        "validation_loss",
-        "tokens_per_second",
-        "time",
-    ]
-    assert all(math.isfinite(float(value)) for row in rows for value in row.values())
+    assert list(rows[0]) == list(Row._fields)
+    # A CPU's peak FLOP/s are in no table.
+    assert {row.pop("utilisation") for row in rows} == {""}
+    assert all(float(value) > 0 for row in rows for value in row.values())
     assert 0 < int(rows[-1]["tokens"]) <= 3 * SMALL.tokens_per_step
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
@@ -90,7 +90,10 @@ def test_a_short_run_leaves_its_numbers_and_its_plot(
     assert last.startswith("validation loss ")
     assert " >= order-1 entropy " in last
     assert "flashjax attention: " in printed.out
-    assert "tokens/s" in printed.err
+    assert re.search(r"tokens/s, [0-9.]+ GFLOP/s, [0-9.]+ GB", printed.err)
+    trace = re.search(r"wrote a trace of steps 2 to 3 below (\S+):", printed.out)
+    assert trace
+    assert list(Path(trace[1]).rglob("perfetto_trace.json.gz"))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,11 @@ def test_a_short_run_leaves_its_numbers_and_its_plot(
         (["--steps", "many"], "--steps: invalid int value: 'many'"),
         (["--steps", "0"], "--steps is 0; give 1 or more"),
         (["--batch", "-1"], "--batch is -1; give 1 or more"),
+        (["--accumulate", "0"], "--accumulate is 0; give 1 or more"),
+        (["--checkpoint-every", "0"], "--checkpoint-every is 0; give 1 or more"),
+        (["--remat", "all"], "--remat: invalid choice: 'all'"),
         (["--length", "8"], "--length is 8; give 16 or more"),
+        (["--length", "9999", "--data", "{tmp}/text"], "give --length 1141 or less, or more text"),
         (["--learning-rate", "nan"], "--learning-rate is nan"),
         (["--implementation", "fast"], "--implementation: invalid choice: 'fast'"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
@@ -109,7 +116,7 @@ def test_a_short_run_leaves_its_numbers_and_its_plot(
         (["--data", "{tmp}/empty"], "the directory holds no files"),
         (["--data", "{tmp}/binary"], "none of its 1 files is non-empty UTF-8 text"),
         (["--data", "{tmp}/text", "--out", "{tmp}/binary"], "cannot write there"),
-        (["--data", "{tmp}/short"], "one document of 5 bytes"),
+        (["--data", "{tmp}/short"], "one text of 5 bytes"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -247,3 +254,76 @@ def test_bfloat16_layers_stay_near_float32_ones(small_model: Logits) -> None:
     rounded = fresh_model(half)(*operands)
     assert rounded.dtype == np.float32
     assert 0 < np.abs(rounded - exact).max() < 0.05 * np.abs(exact).max()
+
+
+def gradients(config: Config, batch: Batch) -> tuple[Any, LossSum, int]:
+    """Of the parameters that the seed gives, and the products of their jaxpr."""
+    program = make_program(config)
+    params = jax.jit(program.start)().params
+
+    def of(params: Any, batch: Batch) -> tuple[Any, LossSum]:
+        return summed_gradients(program.evaluate, params, batch, config.accumulate)
+
+    traced = jax.jit(of).trace(params, batch)
+    return *traced.lower().compile()(params, batch), products(traced.jaxpr.jaxpr)
+
+
+def assert_near(found: Any, wanted: Any) -> None:
+    """Each gradient within float32 rounding of its own largest entry."""
+
+    def check(a: Array, b: Array) -> None:
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+    jax.tree.map(check, found, wanted)
+
+
+PACKED = pack([b"a few documents, of sizes that differ: %d" % i * i for i in range(1, 9)], 64)
+
+
+def test_micro_batches_sum_to_the_whole_batch() -> None:
+    batch = PACKED.train_batch(0, 4, seed=0)
+    whole, total, _ = gradients(dataclasses.replace(SMALL, batch=4), batch)
+    parts, summed, _ = gradients(dataclasses.replace(SMALL, batch=1, accumulate=4), batch)
+    assert (batch.segment_ids == -1).sum(axis=1).std() > 0
+    assert int(summed.bytes) == int(total.bytes)
+    assert float(summed.nats) == pytest.approx(float(total.nats), rel=1e-6)
+    assert_near(parts, whole)
+
+
+def test_remat_changes_no_gradient_and_attentions_names_spare_its_forward() -> None:
+    batch = PACKED.train_batch(0, 2, seed=0)
+    found = {
+        remat: gradients(dataclasses.replace(SMALL, remat=remat, implementation="xla"), batch)
+        for remat in REMATS
+    }
+    for remat in ("attention", "block"):
+        assert_near(found[remat][0], found["none"][0])
+    products = {remat: count for remat, (_, _, count) in found.items()}
+    # The block's backward needs the results of three more matrices: q, k and v, attention's output
+    # projection, which the MLP's norm reads, and the MLP's first.
+    assert products["attention"] == products["none"] + 3
+    assert products["block"] == products["attention"] + FORWARD
+    assert products["none"] > FORWARD + BACKWARD
+
+
+def test_model_flops_count_each_matrix_and_each_visible_pair() -> None:
+    batch = pack([b"abc", b"defghi"], 16).batch([0, -1])
+    work = work_of(batch)
+    # BEGIN is an input, so the documents are 4 and 7 inputs.
+    assert work == Work(tokens=11, pairs=4 * 5 // 2 + 7 * 8 // 2)
+    params = jax.eval_shape(make_program(SMALL).start).params
+    width, kv_width, mlp, vocabulary = 32, 16, 48, VOCABULARY
+    matrices = width * (2 * width + 2 * kv_width + 3 * mlp) + width * vocabulary
+    assert matrix_parameters(params) == matrices
+    assert model_flops(SMALL, params, work) == 6 * matrices * 11 + 12 * 2 * 16 * work.pairs
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_are_consistent(name: str) -> None:
+    config = PRESETS[name].checked()
+    assert config.preset == name
+    assert config.heads % config.kv_heads == 0
+    assert config.width == config.heads * config.head_dim
+    assert config.evaluate_every % config.log_every == 0
+    assert config.checkpoint_every % config.log_every == 0
+    jax.eval_shape(make_program(config).start)

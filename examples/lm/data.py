@@ -1,7 +1,8 @@
 """Real text as byte documents: where it comes from, and which documents train or validate.
 
-A document is the bytes of one text file. By default the documents are the source files of the
-running Python's standard library, which every machine has.
+By default the text is the source of the running Python's standard library, which every machine has.
+A file is on one side as a whole. A document is then the bytes of one file, or, for long contexts,
+those of all of a directory's files that are on that side.
 """
 
 import glob
@@ -17,71 +18,98 @@ import numpy as np
 from lm.config import InputError
 
 VALIDATION_SHARE = 0.05
-# A lone document is cut in two; below this a part would be too short to say anything.
-LONE_DOCUMENT_BYTES = 1000
+# A lone file is cut in two; below this a part would be too short to say anything.
+LONE_FILE_BYTES = 1000
+
+
+class TextFile(NamedTuple):
+    """`name` is its path below what `--data` names, with slashes: the same on every machine."""
+
+    name: str
+    text: bytes
 
 
 class Split(NamedTuple):
-    """Documents by the side they are on; no document is on both."""
+    """Files by the side they are on; no file is on both."""
 
-    train: list[bytes]
-    validation: list[bytes]
+    train: list[TextFile]
+    validation: list[TextFile]
 
 
-def load_documents(data: str | None) -> list[bytes]:
+def load_files(data: str | None) -> list[TextFile]:
     """The text files that `--data` names (the standard library's when None), in sorted order.
 
     `data` is a file, a directory (every file below it) or a glob. Files that are empty or are not
     UTF-8 text are passed over; it is an InputError if none is left.
     """
     paths = _standard_library() if data is None else _paths(data)
-    documents = []
+    parents = [str(path.parent) for path in paths]
+    root = os.path.commonpath(parents) if parents else ""
+    files = []
     for path in paths:
         text = _read(path)
         if text:
-            documents.append(text)
-    if not documents:
+            files.append(TextFile(Path(os.path.relpath(path, root)).as_posix(), text))
+    if not files:
         raise InputError(
             f"--data {data or 'standard library'}: none of its {len(paths)} files is non-empty "
             "UTF-8 text; give a text file, a directory of them or a glob"
         )
-    return documents
+    return files
 
 
-def split_documents(documents: Sequence[bytes]) -> Split:
-    """Each document to the side that a hash of its own bytes picks.
+def make_documents(files: Sequence[TextFile], kind: str) -> list[bytes]:
+    """The documents that `--documents` asks for: "file", each file's text; "directory", the texts
+    of each directory's own files end to end, each under a line with its name."""
+    if kind == "file":
+        return [file.text for file in files]
+    directories: dict[str, list[bytes]] = {}
+    for file in files:
+        # As `head` and `tail` announce the files that they print.
+        entry = b"==> %b <==\n%b\n" % (file.name.encode(), file.text)
+        directories.setdefault(os.path.dirname(file.name), []).append(entry)
+    return [b"".join(entries) for entries in directories.values()]
 
-    So the split is the same on every machine and for every seed, does not move when other
-    documents come or go, and equal copies of one file cannot sit on both sides. Were a side to
-    stay empty, the document of the smallest or largest hash moves there; a lone document is cut.
+
+def split_files(files: Sequence[TextFile]) -> Split:
+    """Each file to the side that a hash of its own bytes picks.
+
+    So the split is the same on every machine and for every seed, does not move when other files
+    come or go or are joined to documents, and equal copies of one file cannot sit on both sides.
+    Were a side to stay empty, the file of the smallest or largest hash moves there; a lone file is
+    cut.
     """
-    if len(set(documents)) == 1:
-        return _cut_lone(documents[0])
-    hashes = [_unit_hash(document) for document in documents]
+    if len({file.text for file in files}) == 1:
+        return _cut_lone(files[0])
+    hashes = [_unit_hash(file.text) for file in files]
     threshold = VALIDATION_SHARE
     if min(hashes) >= threshold:
         threshold = np.nextafter(min(hashes), 1.0)
     elif max(hashes) < threshold:
         threshold = max(hashes)
     split = Split([], [])
-    for document, unit in zip(documents, hashes, strict=True):
-        (split.validation if unit < threshold else split.train).append(document)
+    for file, unit in zip(files, hashes, strict=True):
+        (split.validation if unit < threshold else split.train).append(file)
     return split
 
 
-def _unit_hash(document: bytes) -> float:
-    digest = hashlib.blake2b(document, digest_size=6).digest()
+def _unit_hash(text: bytes) -> float:
+    digest = hashlib.blake2b(text, digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48
 
 
-def _cut_lone(document: bytes) -> Split:
-    if len(document) < LONE_DOCUMENT_BYTES:
+def _cut_lone(file: TextFile) -> Split:
+    size = len(file.text)
+    if size < LONE_FILE_BYTES:
         raise InputError(
-            f"--data holds one document of {len(document)} bytes; give two or more documents, or "
-            f"one of {LONE_DOCUMENT_BYTES} bytes or more, which is cut in two"
+            f"--data holds one text of {size} bytes; give two or more files, or one of "
+            f"{LONE_FILE_BYTES} bytes or more, which is cut in two"
         )
-    at = len(document) - int(len(document) * VALIDATION_SHARE)
-    return Split([document[:at]], [document[at:]])
+    at = size - int(size * VALIDATION_SHARE)
+    return Split(
+        [file._replace(text=file.text[:at])],
+        [file._replace(text=file.text[at:])],
+    )
 
 
 def _standard_library() -> list[Path]:

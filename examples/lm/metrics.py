@@ -1,6 +1,7 @@
 """What a run leaves behind: `metrics.csv`, a row per logged step, and `loss.png`."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,21 +15,38 @@ PLOT_NAME = "loss.png"
 
 
 class Row(NamedTuple):
-    """Losses in nats per byte. `validation_loss` is None where it was not measured; `train_loss`
-    and `tokens_per_second` are over the steps since the row before; `time` is in seconds."""
+    """Losses in nats per byte; what is None was not measured. `train_loss` and the speeds are over
+    the steps since the row before. `utilisation` is the share of the device's peak FLOP/s, where
+    that is known. Memory is the most in use so far, in 10⁹ bytes; `time` is in seconds, without the
+    time between a break and its resumption."""
 
     step: int
     tokens: int
     train_loss: float
     validation_loss: float | None
     tokens_per_second: float
+    model_tflops_per_second: float
+    utilisation: float | None
+    peak_memory_gb: float
     time: float
+
+    def speed(self) -> str:
+        if self.utilisation is not None:
+            share = f"{self.utilisation:.1%} of peak FLOP/s"
+        elif self.model_tflops_per_second >= 1:
+            share = f"{self.model_tflops_per_second:.1f} TFLOP/s"
+        else:
+            share = f"{self.model_tflops_per_second * 1e3:.1f} GFLOP/s"
+        return f"{self.tokens_per_second:.0f} tokens/s, {share}, {self.peak_memory_gb:.2f} GB"
 
 
 class Metrics:
-    """Writes rows as they come, so that a run which dies keeps what it had; a context manager."""
+    """Writes rows as they come, so that a run which dies keeps what it had; a context manager.
 
-    def __init__(self, out: Path) -> None:
+    The file begins with `rows`, those of the run that this one goes on from.
+    """
+
+    def __init__(self, out: Path, rows: Sequence[Row] = ()) -> None:
         self.out = out
         self.rows: list[Row] = []
         try:
@@ -36,25 +54,23 @@ class Metrics:
             # A row is a line: an interrupted run must not lose those still in a buffer.
             self._file = (out / CSV_NAME).open("w", buffering=1, newline="", encoding="utf-8")
         except OSError as error:
-            raise InputError(
-                f"--out {out}: cannot write there ({error.strerror}); name another directory"
-            ) from error
+            raise cannot_write(out, error) from error
         self._writer = csv.writer(self._file)
         self._writer.writerow(Row._fields)
+        for row in rows:
+            self.add(row)
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        validation = "" if row.validation_loss is None else f"{row.validation_loss:.5f}"
-        self._writer.writerow(
-            [
-                row.step,
-                row.tokens,
-                f"{row.train_loss:.5f}",
-                validation,
-                f"{row.tokens_per_second:.1f}",
-                f"{row.time:.2f}",
-            ]
+        rounded = row._replace(
+            tokens_per_second=round(row.tokens_per_second, 1),
+            model_tflops_per_second=float(f"{row.model_tflops_per_second:.4g}"),
+            utilisation=None if row.utilisation is None else round(row.utilisation, 4),
+            peak_memory_gb=round(row.peak_memory_gb, 3),
+            time=round(row.time, 2),
         )
+        # Losses stay whole: a resumed run's are those of an unbroken one to the bit.
+        self._writer.writerow(rounded)
 
     def __enter__(self) -> "Metrics":
         return self
@@ -66,6 +82,10 @@ class Metrics:
         """Draws the rows so far."""
         if self.rows:
             _plot(self.rows, entropy).savefig(self.out / PLOT_NAME, dpi=120)
+
+
+def cannot_write(out: Path, error: OSError) -> InputError:
+    return InputError(f"--out {out}: cannot write there ({error.strerror}); name another directory")
 
 
 def _plot(rows: list[Row], entropy: Entropy) -> Figure:

@@ -4,6 +4,7 @@ Letters in shapes are jax.nn's: B batch, T length, N query heads, K key/value he
 D is the width of the residual stream, V the vocabulary.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -105,7 +106,7 @@ class LanguageModel(nnx.Module):
     def __call__(self, tokens: Array, segment_ids: Array, positions: Array) -> Array:
         x = self.embedding(tokens)
         angles = rotary_angles(positions, self.config.head_dim)
-        x = self.norm(_through_layers(self.blocks, x, angles, segment_ids))
+        x = self.norm(_through_layers(self.config, self.blocks, x, angles, segment_ids))
         table = self.embedding.embedding[...].astype(x.dtype)
         return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
 
@@ -121,10 +122,21 @@ def _stack(config: Config, rngs: nnx.Rngs) -> Block:
     return create(rngs)
 
 
-@nnx.scan(in_axes=(0, nnx.Carry, None, None), out_axes=nnx.Carry)
-def _through_layers(block: Block, x: Array, angles: Array, segment_ids: Array) -> Array:
+def _through_layers(
+    config: Config, blocks: Block, x: Array, angles: Array, segment_ids: Array
+) -> Array:
+    def layer(block: Block, x: Array, angles: Array, segment_ids: Array) -> Array:
+        return block(x, angles, segment_ids)
+
+    if config.remat == "attention":
+        # What attention's backward needs of its forward; with it only the rest is repeated.
+        names = jax.checkpoint_policies.save_only_these_names("flashjax_out", "flashjax_lse")
+        layer = nnx.remat(layer, policy=names, prevent_cse=False)
+    elif config.remat == "block":
+        layer = nnx.remat(layer, prevent_cse=False)
     # A scan, so that compile time does not grow with depth.
-    return block(x, angles, segment_ids)
+    scan = nnx.scan(layer, in_axes=(0, nnx.Carry, None, None), out_axes=nnx.Carry)
+    return scan(blocks, x, angles, segment_ids)
 
 
 def _near_first(config: Config) -> nnx.Initializer:

@@ -77,16 +77,35 @@ def make_program(config: Config) -> Program:
         return TrainState(jnp.zeros((), jnp.int32), params, optimiser.init(params))
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, LossSum]:
-        def objective(params: Any) -> tuple[Array, LossSum]:
-            total = sums(params, batch)
-            return total.nats / jnp.maximum(total.bytes, 1), total
-
-        gradients, total = jax.grad(objective, has_aux=True)(state.params)
+        summed, total = summed_gradients(sums, state.params, batch, config.accumulate)
+        count = jnp.maximum(total.bytes, 1)
+        gradients = jax.tree.map(lambda g: g / count, summed)
         updates, opt_state = optimiser.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), total
 
     return Program(start, train, sums)
+
+
+def summed_gradients(
+    sums: Callable[[Any, Batch], LossSum], params: Any, batch: Batch, parts: int
+) -> tuple[Any, LossSum]:
+    """The gradient of the batch's nats, taken over `parts` micro-batches one after another.
+
+    Not divided by anything: micro-batches hold different numbers of bytes, and only the sums of
+    nats, of gradients and of bytes make theirs equal to the whole batch's.
+    """
+
+    def add(so_far: tuple[Any, LossSum], part: Batch) -> tuple[tuple[Any, LossSum], None]:
+        def nats(params: Any) -> tuple[Array, LossSum]:
+            total = sums(params, part)
+            return total.nats, total
+
+        return jax.tree.map(jnp.add, so_far, jax.grad(nats, has_aux=True)(params)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params), LossSum(jnp.zeros(()), jnp.zeros((), jnp.int32))
+    micro_batches = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    return jax.lax.scan(add, zeros, micro_batches)[0]
 
 
 def _decayed(params: Any) -> Any:

@@ -1,10 +1,13 @@
 """A run from its data to its verdict: read, pack, compile, train, measure."""
 
+import contextlib
+import dataclasses
+import hashlib
 import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +17,16 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import flashjax
+from lm.checkpoint import Checkpoints, Progress
 from lm.config import Config, InputError
-from lm.data import load_documents, split_documents
+from lm.cost import Work, model_flops, peak_flops, peak_memory, planned_memory, work_of
+from lm.data import load_files, make_documents, split_files
 from lm.entropy import Entropy, byte_entropy
 from lm.metrics import CSV_NAME, PLOT_NAME, Metrics, Row
-from lm.packing import PADDING_SEGMENT, Batch, PackedRows, pack
-from lm.step import LossSum, TrainState, make_program
+from lm.packing import Batch, PackedRows, pack
+from lm.step import LossSum, Program, TrainState, make_program
+
+PROFILE = "profile"
 
 
 class Data(NamedTuple):
@@ -37,35 +44,76 @@ class Compiled:
     evaluate: Callable[[Any, Batch], LossSum]
 
 
-def run(config: Config, data: str | None, out: Path, *, progress: bool) -> float:
-    """Trains, leaves the metrics in `out`, prints as it goes; returns the validation loss."""
-    text = read_data(data, config.length)
+@dataclass(frozen=True)
+class Record:
+    """Where a run leaves what it did; `trace` is the directory of its profile, if one is wanted."""
+
+    metrics: Metrics
+    checkpoints: Checkpoints
+    bar: tqdm
+    trace: Path | None
+
+
+def run(
+    config: Config,
+    data: str | None,
+    out: Path,
+    *,
+    progress: bool,
+    restart: bool = False,
+    profile: bool = False,
+) -> TrainState:
+    """Trains, or goes on with what `out` holds of this run; leaves metrics and checkpoints in
+    `out`, prints as it goes, returns the last state."""
+    text = read_data(config, data)
     attention = describe_attention(config)
-    # Opened last: a mistake must not cost the user the metrics of the run before.
-    with Metrics(out) as metrics:
+    settings = dataclasses.asdict(config) | {"text": fingerprint(text)}
+    program = make_program(config)
+    # Opened last: a mistake must not cost the user what the run before left.
+    with Checkpoints(out, settings, restart=restart) as checkpoints:
         print(f"data: {text.description}")
         print(attention)
-        state, compiled = compile_program(config, text.train)
-        try:
-            with progress_bar(config, progress) as bar:
-                loss = train_loop(config, text, state, compiled, metrics, bar)
-        finally:
-            metrics.plot(text.entropy)
+        if checkpoints.note:
+            print(checkpoints.note)
+        begun, compiled = compile_program(config, program, text.train, checkpoints)
+        with (
+            Metrics(out, begun.rows) as metrics,
+            progress_bar(config, begun.step, progress) as bar,
+        ):
+            record = Record(metrics, checkpoints, bar, out / PROFILE if profile else None)
+            try:
+                state, loss = train_loop(config, text, begun.state, compiled, record)
+            finally:
+                metrics.plot(text.entropy)
     print(f"wrote {out / CSV_NAME} and {out / PLOT_NAME}")
     print_verdict(loss, text.entropy)
-    return loss
+    return state
 
 
-def read_data(data: str | None, length: int) -> Data:
-    split = split_documents(load_documents(data))
-    train, validation = pack(split.train, length), pack(split.validation, length)
+def read_data(config: Config, data: str | None) -> Data:
+    split = split_files(load_files(data))
+    train, validation = (make_documents(files, config.documents) for files in split)
+    available = sum(len(document) + 1 for document in train)
+    if config.length > available:
+        raise InputError(
+            f"--length {config.length} is more than all of the train split's {available} tokens; "
+            f"give --length {available} or less, or more text as --data"
+        )
+    rows = pack(train, config.length), pack(validation, config.length)
     sides = [
-        f"{len(documents)} documents, {sum(map(len, documents)) / 1e6:.2f} MB in {len(rows)} rows"
-        for documents, rows in [(split.train, train), (split.validation, validation)]
+        f"{len(documents)} documents, {sum(map(len, documents)) / 1e6:.2f} MB in {len(packed)} rows"
+        for documents, packed in zip((train, validation), rows, strict=True)
     ]
     source = data or f"standard library of Python {platform.python_version()}"
-    description = f"{source}: train {sides[0]}; validation {sides[1]}; {length} tokens a row"
-    return Data(train, validation, byte_entropy(train.tokens), description)
+    description = f"{source}: train {sides[0]}; validation {sides[1]}; {config.length} tokens a row"
+    return Data(*rows, byte_entropy(rows[0].tokens), description)
+
+
+def fingerprint(text: Data) -> str:
+    """Of both sides' tokens, in order."""
+    digest = hashlib.blake2b(text.train.tokens.tobytes(), digest_size=8)
+    digest.update(text.validation.tokens.tobytes())
+    return digest.hexdigest()
 
 
 def describe_attention(config: Config) -> str:
@@ -92,59 +140,78 @@ def describe_attention(config: Config) -> str:
     return str(explanation).splitlines()[0]
 
 
-def compile_program(config: Config, rows: PackedRows) -> tuple[TrainState, Compiled]:
-    program = make_program(config)
+def compile_program(
+    config: Config, program: Program, rows: PackedRows, checkpoints: Checkpoints
+) -> tuple[Progress, Compiled]:
+    """Where the run begins, and its functions."""
     begin = time.perf_counter()
-    state = jax.jit(program.start)()
-    example = rows.train_batch(0, config.batch, config.seed)
-    train = jax.jit(program.train, donate_argnums=0).lower(state, example).compile()
-    evaluate = jax.jit(program.evaluate).lower(state.params, example).compile()
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    if checkpoints.step is None:
+        begun = Progress(jax.jit(program.start)(), [])
+    else:
+        begun = checkpoints.load(program.start)
+    whole, part = (rows.batch([-1] * size) for size in (config.rows_per_step, config.batch))
+    train = jax.jit(program.train, donate_argnums=0).lower(begun.state, whole).compile()
+    evaluate = jax.jit(program.evaluate).lower(begun.state.params, part).compile()
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(begun.state.params))
     seconds = time.perf_counter() - begin
-    print(f"model: {parameters / 1e6:.2f} M parameters; compiled in {seconds:.1f} s")
-    return state, Compiled(train, evaluate)
+    print(
+        f"model: {parameters / 1e6:.2f} M parameters; compiled in {seconds:.1f} s; "
+        f"a step takes {planned_memory(train) / 1e9:.2f} GB"
+    )
+    return begun, Compiled(train, evaluate)
 
 
 def train_loop(
-    config: Config,
-    text: Data,
-    state: TrainState,
-    compiled: Compiled,
-    metrics: Metrics,
-    bar: tqdm,
-) -> float:
-    """Runs every step. A validation loss is measured on `evaluation_rows` rows on the way, and on
-    `final_evaluation_rows` after the last step, which is the one returned."""
-    begin = time.perf_counter()
-    tokens, validation_loss = 0, None
-    for first in range(0, config.steps, config.log_every):
-        last = min(first + config.log_every, config.steps)
-        state, interval = train_steps(config, text.train, state, compiled, range(first, last))
-        tokens += interval.tokens
+    config: Config, text: Data, state: TrainState, compiled: Compiled, record: Record
+) -> tuple[TrainState, float]:
+    """Runs the steps that the record's metrics do not hold yet.
+
+    A validation loss is measured on `evaluation_rows` rows on the way, and on
+    `final_evaluation_rows` after the last step, which is the one returned.
+    """
+    rows = record.metrics.rows
+    begin = time.perf_counter() - (rows[-1].time if rows else 0.0)
+    validation_loss = None
+    for steps in intervals(config, rows[-1].step if rows else 0):
+        with traced(config, steps, record):
+            state, interval = train_steps(config, text.train, state, compiled, steps)
         validation_loss = None
-        if last == config.steps or last % config.evaluate_every < last - first:
-            final = last == config.steps
-            rows = config.final_evaluation_rows if final else config.evaluation_rows
-            batches = text.validation.evaluation_batches(rows, config.batch)
+        if due(config.evaluate_every, steps, config):
+            final = steps.stop == config.steps
+            count = config.final_evaluation_rows if final else config.evaluation_rows
+            batches = text.validation.evaluation_batches(count, config.batch)
             validation_loss = mean_loss([compiled.evaluate(state.params, b) for b in batches])
-        seconds = time.perf_counter() - begin
-        speed = interval.tokens / interval.seconds
-        metrics.add(Row(last, tokens, interval.loss, validation_loss, speed, seconds))
-        bar.set_postfix_str(f"loss {interval.loss:.3f}, {speed:.0f} tokens/s", refresh=False)
-        bar.update(last - first)
-        if validation_loss is not None:
-            bar.write(
-                f"step {last}: loss {interval.loss:.3f}, validation {validation_loss:.3f} "
-                f"nats/byte, {speed:.0f} tokens/s, {seconds:.0f} s"
-            )
+        row = Row(
+            step=steps.stop,
+            tokens=interval.work.tokens + (rows[-1].tokens if rows else 0),
+            train_loss=interval.loss,
+            validation_loss=validation_loss,
+            time=time.perf_counter() - begin,
+            **speeds(config, state.params, interval),
+        )
+        record.metrics.add(row)
+        if due(config.checkpoint_every, steps, config):
+            record.checkpoints.save(Progress(state, rows))
+        show(record.bar, row, len(steps))
     assert validation_loss is not None
-    return validation_loss
+    return state, validation_loss
+
+
+def intervals(config: Config, begin: int) -> Iterator[range]:
+    """The steps from one row of the metrics to the next."""
+    for first in range(begin, config.steps, config.log_every):
+        yield range(first, min(first + config.log_every, config.steps))
+
+
+def due(every: int, steps: range, config: Config) -> bool:
+    """Whether what is done `every` steps, and after the last, is done after these."""
+    return steps.stop == config.steps or steps.stop % every < len(steps)
 
 
 class Interval(NamedTuple):
-    """Some steps taken together: real tokens, wall-clock seconds, nats per byte."""
+    """Some steps taken together: real work, wall-clock seconds, nats per byte."""
 
-    tokens: int
+    work: Work
     seconds: float
     loss: float
 
@@ -153,11 +220,11 @@ def train_steps(
     config: Config, rows: PackedRows, state: TrainState, compiled: Compiled, steps: range
 ) -> tuple[TrainState, Interval]:
     begin = time.perf_counter()
-    tokens, sums = 0, []
+    work, sums = Work(0, 0), []
     for step in steps:
-        batch = rows.train_batch(step, config.batch, config.seed)
+        batch = rows.train_batch(step, config.rows_per_step, config.seed)
         state, step_sums = compiled.train(state, batch)
-        tokens += int((batch.segment_ids != PADDING_SEGMENT).sum())
+        work += work_of(batch)
         sums.append(step_sums)
     # Reading a loss waits for its step; only here, so that the next batch is made meanwhile.
     loss = mean_loss(sums)
@@ -166,7 +233,39 @@ def train_steps(
             f"the loss is {loss} by step {steps.stop}; "
             f"lower --learning-rate (it is {config.learning_rate})"
         )
-    return state, Interval(tokens, time.perf_counter() - begin, loss)
+    return state, Interval(work, time.perf_counter() - begin, loss)
+
+
+def speeds(config: Config, params: Any, interval: Interval) -> dict[str, Any]:
+    """The fields of a row that say how fast, and in what memory."""
+    device = jax.devices()[0]
+    flops_per_second = model_flops(config, params, interval.work) / interval.seconds
+    peak = peak_flops(config, device)
+    return {
+        "tokens_per_second": interval.work.tokens / interval.seconds,
+        "model_tflops_per_second": flops_per_second / 1e12,
+        "utilisation": None if peak is None else flops_per_second / peak,
+        "peak_memory_gb": peak_memory(device) / 1e9,
+    }
+
+
+@contextlib.contextmanager
+def traced(config: Config, steps: range, record: Record) -> Iterator[None]:
+    """Profiles these steps if the record wants it and they are this start's second interval (its
+    only one in a short run): the first is not typical, since memory is still being claimed."""
+    done = steps.start - (record.checkpoints.step or 0)
+    second = done == config.log_every
+    only = done == 0 and steps.stop == config.steps
+    if record.trace is None or not (second or only):
+        yield
+        return
+    with jax.profiler.trace(record.trace, create_perfetto_trace=True):
+        yield
+    record.bar.write(
+        f"wrote a trace of steps {steps.start} to {steps.stop} below {record.trace}: open its "
+        f"perfetto_trace.json.gz at https://ui.perfetto.dev, or `pip install xprof` and run "
+        f"`xprof {record.trace}`"
+    )
 
 
 def mean_loss(sums: Sequence[LossSum]) -> float:
@@ -185,9 +284,24 @@ def print_verdict(loss: float, entropy: Entropy) -> None:
     print(f"validation loss {loss:.2f} {sign} order-1 entropy {entropy.order1:.2f} nats/byte")
 
 
-def progress_bar(config: Config, shown: bool) -> tqdm:
+def progress_bar(config: Config, begin: int, shown: bool) -> tqdm:
     # In a log file, where the bar cannot overwrite itself, it is drawn seldom.
     interval = 0.2 if sys.stderr.isatty() else 10.0
     return tqdm(
-        total=config.steps, unit="step", desc=config.preset, disable=not shown, mininterval=interval
+        total=config.steps,
+        initial=begin,
+        unit="step",
+        desc=config.preset,
+        disable=not shown,
+        mininterval=interval,
     )
+
+
+def show(bar: tqdm, row: Row, steps: int) -> None:
+    bar.set_postfix_str(f"loss {row.train_loss:.3f}, {row.speed()}", refresh=False)
+    bar.update(steps)
+    if row.validation_loss is not None:
+        bar.write(
+            f"step {row.step}: loss {row.train_loss:.3f}, validation {row.validation_loss:.3f} "
+            f"nats/byte, {row.speed()}, {row.time:.0f} s"
+        )
