@@ -1,17 +1,25 @@
 """What the documentation says and shows: pictures are of today's masks, tutorials and code run."""
 
+import ast
 import importlib.util
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flashjax
 from flashjax import masks
 
 ROOT = Path(__file__).resolve().parent.parent
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
 
 
 def load_gallery() -> ModuleType:
@@ -85,3 +93,95 @@ def test_the_picture_of_scores_is_drawn_from_todays_scores():
 def test_pictures_are_small_enough_for_a_readme():
     for path in gallery.PICTURES.glob("*.png"):
         assert path.stat().st_size < 200_000, path.name
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs(path, tmp_path):
+    # As a reader runs it: in a process of its own, which sees one device, from another directory.
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_backend_optimization_level=1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_is_a_notebook(path):
+    """Cells of jupytext's percent format, of which the first is Markdown with the title."""
+    cells = re.split(r"^# %%(.*)\n", path.read_text(), flags=re.MULTILINE)
+    assert cells[0] == ""
+    kinds, bodies = cells[1::2], cells[2::2]
+    assert set(kinds) == {"", " [markdown]"}
+    assert bodies[0].startswith('"""\n# ')
+    for kind, body in zip(kinds[1:], bodies[1:], strict=True):
+        if kind == " [markdown]":
+            assert all(line.startswith("#") for line in body.strip().splitlines()), body
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *TUTORIALS]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_to_files(path):
+    links = re.findall(r"\]\(([^)\s]+)\)", path.read_text())
+    links += re.findall(r'src="([^"]+)"', path.read_text())
+    files = [link.partition("#")[0] for link in links if not re.match(r"\w+:", link)]
+    missing = [name for name in files if name and not (path.parent / name).exists()]
+    assert not missing
+
+
+# A block of README that is not to run, or cannot here, has this comment on the line before it.
+NOT_RUN = "<!-- not run: "
+
+
+def readme_blocks() -> list[str]:
+    found = re.findall(r"(.*)\n+```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return [code for before, code in found if not before.splitlines()[-1:][0].startswith(NOT_RUN)]
+
+
+def readme_names() -> dict[str, object]:
+    """What README's blocks take for granted: B 2, T = S 256, N 4, H 16."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 256, 4, 16))
+    ids = jnp.repeat(jnp.array([0, 1, -1]), jnp.array([100, 130, 26]), total_repeat_length=256)
+    return {
+        "flashjax": flashjax,
+        "jax": jax,
+        "jnp": jnp,
+        "np": np,
+        "q": q,
+        "k": k,
+        "v": v,
+        "x": jnp.ones((2, 256, 512)),
+        "ids": jnp.stack([ids, ids]),
+        "document_ids": jnp.stack([ids, ids]),
+        "positions": jnp.arange(256),
+        "prefix_lengths": jnp.array([10, 20]),
+        "begin": jnp.arange(256),
+        "end": jnp.arange(256) + 64,
+        "blocks": jnp.eye(2, dtype=bool),
+        "s": jnp.ones(4),
+        "key": jax.random.key(1),
+    }
+
+
+def test_readme_runs():
+    """All blocks in one namespace, and each mask that they name fits a call."""
+    names = readme_names()
+    blocks = readme_blocks()
+    assert blocks
+    for block in blocks:
+        for statement in ast.parse(block).body:
+            exec(compile(ast.Module([statement], []), "README.md", "exec"), names)
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            if any(isinstance(t, ast.Name) and t.id == "mask" for t in targets):
+                q, k, v, mask = (names[name] for name in ("q", "k", "v", "mask"))
+                flashjax.explain(q, k, v, mask=mask)
