@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 
 from lm.config import Config
-from lm.model import LanguageModel
+from lm.model import LanguageModel, graph_of
 from lm.packing import END, Batch
 
 
@@ -65,7 +65,7 @@ def make_optimiser(config: Config) -> optax.GradientTransformation:
 
 def make_program(config: Config) -> Program:
     optimiser = make_optimiser(config)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(config, nnx.Rngs(config.seed))))
+    graph = graph_of(config)
 
     def sums(params: Any, batch: Batch) -> LossSum:
         model = nnx.merge(graph, params)
