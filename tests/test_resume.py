@@ -185,9 +185,9 @@ def row_of(step: int) -> Row:
 def checkpoints_of_8(tmp_path: Path) -> Path:
     """An `out` with the checkpoints of a run that reached step 8, its state counted up."""
     count = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
-    state, rows = start(), []
     with Checkpoints(tmp_path, SETTINGS, restart=False) as checkpoints:
         assert checkpoints.step is None
+        state, rows = checkpoints.begin(start)
         for step in range(1, 9):
             # The buffers of a state that is being written are given away to the next.
             state = count(state)
@@ -200,7 +200,7 @@ def checkpoints_of_8(tmp_path: Path) -> Path:
 def test_a_checkpoint_holds_its_own_step_and_the_last_two_are_kept(checkpoints_of_8: Path) -> None:
     with Checkpoints(checkpoints_of_8, SETTINGS, restart=False) as checkpoints:
         assert checkpoints.step == 8
-        progress = checkpoints.load(start)
+        progress = checkpoints.begin(start)
     wanted = jax.tree.map(lambda x: x + 8, start())
     chex.assert_trees_all_equal(progress.state, wanted, strict=True)
     assert progress.rows == [row_of(step) for step in range(1, 9)]
@@ -214,12 +214,12 @@ def test_a_half_written_checkpoint_is_passed_over_and_written_again(checkpoints_
     next(half.rglob("manifest.ocdbt")).unlink()
     with Checkpoints(checkpoints_of_8, SETTINGS, restart=False) as checkpoints:
         assert checkpoints.step == 6
-        progress = checkpoints.load(start)
+        progress = checkpoints.begin(start)
         rows = [*progress.rows, row_of(7), row_of(8)]
         checkpoints.save(Progress(progress.state, rows))
     with Checkpoints(checkpoints_of_8, SETTINGS, restart=False) as checkpoints:
         assert checkpoints.step == 8
-        assert checkpoints.load(start).rows == rows
+        assert checkpoints.begin(start).rows == rows
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ class Progress(NamedTuple):
 class Checkpoints:
     """The checkpoints in `out` of the run with these settings; a context manager.
 
-    `settings` is all that decides what the run computes. What `out` holds of an unfinished run of
-    the same settings stays, and `step` says where it stands; of a finished run it is discarded, and
-    with `restart` always. An unfinished run of other settings is an InputError. `note` is the line
-    that tells the user.
+    `settings` is all that decides what the run computes. If `out` holds an unfinished run of the
+    same settings, `step` says where it stands and `begin` goes on from there; a finished run, and
+    with `restart` any, is started anew. An unfinished run of other settings is an InputError.
+    `note` is the line that tells the user. Nothing is discarded before `begin`.
     """
 
     def __init__(self, out: Path, settings: Mapping[str, Any], *, restart: bool) -> None:
@@ -53,32 +53,44 @@ class Checkpoints:
             directory = (out / DIRECTORY).resolve()
             directory.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(directory, options=options)
-            self.step: int | None = self._manager.latest_step()
-            self.note = None
-            if self.step is not None:
-                self.note = self._judge(out, directory, settings, restart)
-            if self.step is None:
-                _replace(directory / SETTINGS, json.dumps(dict(settings), indent=2) + "\n")
         except OSError as error:
             raise cannot_write(out, error) from error
+        self._settings = dict(settings)
+        self._settings_file = directory / SETTINGS
+        self.step: int | None = self._manager.latest_step()
+        self.note: str | None = None
+        if self.step is not None:
+            self._judge(out, restart)
 
-    def _judge(self, out: Path, directory: Path, settings: Mapping[str, Any], restart: bool) -> str:
-        stored = _read_settings(out, directory)
+    def _judge(self, out: Path, restart: bool) -> None:
+        stored = self._read_settings(out)
         run = f"{out} holds a run that reached step {self.step} of {stored['steps']}"
-        if not restart and self.step != stored["steps"]:
-            if differing := _differing(stored, settings):
-                raise InputError(
-                    f"--out {run} with other settings: {differing}; give these to go on with it, "
-                    "--restart to discard it, or another --out"
-                )
-            return f"{run}: going on from there"
-        for step in self._manager.all_steps():
-            self._manager.delete(step)
-        self.step = None
-        return f"{run}: starting anew"
+        if restart or self.step == stored["steps"]:
+            self.step, self.note = None, f"{run}: starting anew"
+        elif differing := _differing(stored, self._settings):
+            raise InputError(
+                f"--out {run} with other settings: {differing}; give these to go on with it, "
+                "--restart to discard it, or another --out"
+            )
+        else:
+            self.note = f"{run}: going on from there"
 
-    def load(self, start: Callable[[], TrainState]) -> Progress:
-        """The latest checkpoint; `start` makes a state like the one that it holds."""
+    def _read_settings(self, out: Path) -> dict[str, Any]:
+        try:
+            return json.loads(self._settings_file.read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"--out {out}: its {DIRECTORY}/{SETTINGS} cannot be read, so its checkpoints may "
+                f"be anyone's; remove {self._settings_file.parent} or name another directory"
+            ) from error
+
+    def begin(self, start: Callable[[], TrainState]) -> Progress:
+        """The latest checkpoint, or what `start` makes, a state of the same structure."""
+        if self.step is None:
+            for step in self._manager.all_steps():
+                self._manager.delete(step)
+            _replace(self._settings_file, json.dumps(self._settings, indent=2) + "\n")
+            return Progress(jax.jit(start)(), [])
         sharding = SingleDeviceSharding(jax.devices()[0])
         wanted = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -104,16 +116,6 @@ class Checkpoints:
 
     def __exit__(self, *exception: object) -> None:
         self._manager.close()
-
-
-def _read_settings(out: Path, directory: Path) -> dict[str, Any]:
-    try:
-        return json.loads((directory / SETTINGS).read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"--out {out}: its {DIRECTORY}/{SETTINGS} cannot be read, so its checkpoints may be "
-            f"anyone's; remove {directory} or name another directory"
-        ) from error
 
 
 def _differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """What a run costs: its model FLOPs, the share of the device's peak that they make, its memory."""
 
+import os
 import resource
 import sys
 from typing import Any, NamedTuple
@@ -89,6 +90,14 @@ def peak_memory(device: jax.Device) -> int:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # macOS counts bytes, Linux KiB.
     return most if sys.platform == "darwin" else most * 1024
+
+
+def device_memory(device: jax.Device) -> int:
+    """The bytes that JAX may use on the device, or the machine's memory where that is a CPU."""
+    stats = device.memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _last_name(path: tuple) -> str:

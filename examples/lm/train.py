@@ -19,7 +19,15 @@ from tqdm import tqdm
 import flashjax
 from lm.checkpoint import Checkpoints, Progress
 from lm.config import Config, InputError
-from lm.cost import Work, model_flops, peak_flops, peak_memory, planned_memory, work_of
+from lm.cost import (
+    Work,
+    device_memory,
+    model_flops,
+    peak_flops,
+    peak_memory,
+    planned_memory,
+    work_of,
+)
 from lm.data import load_files, make_documents, split_files
 from lm.entropy import Entropy, byte_entropy
 from lm.metrics import CSV_NAME, PLOT_NAME, Metrics, Row
@@ -75,7 +83,8 @@ def run(
         print(attention)
         if checkpoints.note:
             print(checkpoints.note)
-        begun, compiled = compile_program(config, program, text.train, checkpoints)
+        compiled = compile_program(config, program, text.train)
+        begun = checkpoints.begin(program.start)
         with (
             Metrics(out, begun.rows) as metrics,
             progress_bar(config, begun.step, progress) as bar,
@@ -140,25 +149,27 @@ def describe_attention(config: Config) -> str:
     return str(explanation).splitlines()[0]
 
 
-def compile_program(
-    config: Config, program: Program, rows: PackedRows, checkpoints: Checkpoints
-) -> tuple[Progress, Compiled]:
-    """Where the run begins, and its functions."""
+def compile_program(config: Config, program: Program, rows: PackedRows) -> Compiled:
+    """The program for this run's shapes; an InputError if the device's memory cannot hold it."""
     begin = time.perf_counter()
-    if checkpoints.step is None:
-        begun = Progress(jax.jit(program.start)(), [])
-    else:
-        begun = checkpoints.load(program.start)
+    state = jax.eval_shape(program.start)
     whole, part = (rows.batch([-1] * size) for size in (config.rows_per_step, config.batch))
-    train = jax.jit(program.train, donate_argnums=0).lower(begun.state, whole).compile()
-    evaluate = jax.jit(program.evaluate).lower(begun.state.params, part).compile()
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(begun.state.params))
+    train = jax.jit(program.train, donate_argnums=0).lower(state, whole).compile()
+    evaluate = jax.jit(program.evaluate).lower(state.params, part).compile()
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     seconds = time.perf_counter() - begin
+    needed, memory = planned_memory(train), device_memory(jax.devices()[0])
     print(
         f"model: {parameters / 1e6:.2f} M parameters; compiled in {seconds:.1f} s; "
-        f"a step takes {planned_memory(train) / 1e9:.2f} GB"
+        f"a step takes {needed / 1e9:.2f} of {memory / 1e9:.1f} GB"
     )
-    return begun, Compiled(train, evaluate)
+    if needed > memory:
+        raise InputError(
+            f"a step takes {needed / 1e9:.1f} GB, more than the {memory / 1e9:.1f} GB there are; "
+            f"lower --batch (it is {config.batch}; --accumulate makes up for it) or --length (it "
+            f"is {config.length}), or set --remat attention or block (it is {config.remat})"
+        )
+    return Compiled(train, evaluate)
 
 
 def train_loop(
