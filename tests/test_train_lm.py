@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +20,15 @@ from jax import Array
 
 from lm.checkpoint import Checkpoints, Progress
 from lm.config import PRESETS, REMATS, Config, InputError
-from lm.cost import Work, matrix_parameters, model_flops, work_of
+from lm.cost import (
+    Work,
+    device_memory,
+    matrix_parameters,
+    model_flops,
+    peak_flops,
+    peak_memory,
+    work_of,
+)
 from lm.metrics import Row
 from lm.model import LanguageModel
 from lm.packing import VOCABULARY, Batch, pack
@@ -303,8 +312,9 @@ PACKED = pack([b"a few documents, of sizes that differ: %d" % i * i for i in ran
 
 def test_micro_batches_sum_to_the_whole_batch() -> None:
     batch = PACKED.train_batch(0, 4, seed=0)
-    whole, total, _ = gradients(dataclasses.replace(SMALL, batch=4), batch)
-    parts, summed, _ = gradients(dataclasses.replace(SMALL, batch=1, accumulate=4), batch)
+    plain = dataclasses.replace(SMALL, batch=4, implementation="reference")
+    whole, total, _ = gradients(plain, batch)
+    parts, summed, _ = gradients(dataclasses.replace(plain, batch=1, accumulate=4), batch)
     assert (batch.segment_ids == -1).sum(axis=1).std() > 0
     assert int(summed.bytes) == int(total.bytes)
     assert float(summed.nats) == pytest.approx(float(total.nats), rel=1e-6)
@@ -337,6 +347,21 @@ def test_model_flops_count_each_matrix_and_each_visible_pair() -> None:
     matrices = width * (2 * width + 2 * kv_width + 3 * mlp) + width * vocabulary
     assert matrix_parameters(params) == matrices
     assert model_flops(SMALL, params, work) == 6 * matrices * 11 + 12 * 2 * 16 * work.pairs
+
+
+def test_a_gpus_share_of_its_peak_and_its_memory_are_told() -> None:
+    stats = {"peak_bytes_in_use": 5, "bytes_limit": 7}
+    gpu: Any = SimpleNamespace(device_kind="NVIDIA H200", memory_stats=lambda: stats)
+    half = dataclasses.replace(SMALL, dtype="bfloat16")
+    assert peak_flops(half, gpu) == 989e12
+    assert peak_flops(SMALL, gpu) is None
+    assert (peak_memory(gpu), device_memory(gpu)) == (5, 7)
+    cpu = jax.devices("cpu")[0]
+    assert peak_flops(half, cpu) is None
+    assert 1e8 < peak_memory(cpu) < device_memory(cpu)
+    row = Row(1, 2, 3.0, None, 4000.4, 5.04, 0.4567, 6.789, 7.0)
+    assert row.speed() == "4000 tokens/s, 45.7% of peak FLOP/s, 6.79 GB"
+    assert row._replace(utilisation=None).speed() == "4000 tokens/s, 5.0 TFLOP/s, 6.79 GB"
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
