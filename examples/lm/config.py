@@ -6,7 +6,7 @@ from dataclasses import dataclass
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "reference", "cudnn")
 DTYPES = ("float32", "bfloat16")
 DOCUMENTS = ("file", "directory")
-REMATS = ("none", "attention", "block")
+REMATS = ("none", "attention", "block")  # each saves more memory and repeats more
 # The fields that train_lm takes as flags.
 FLAGS = (
     "preset",

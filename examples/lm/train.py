@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import flashjax
 from lm.checkpoint import Checkpoints, Progress
-from lm.config import Config, InputError
+from lm.config import REMATS, Config, InputError
 from lm.cost import (
     Work,
     device_memory,
@@ -166,10 +166,20 @@ def compile_program(config: Config, program: Program, rows: PackedRows) -> Compi
     if needed > memory:
         raise InputError(
             f"a step takes {needed / 1e9:.1f} GB, more than the {memory / 1e9:.1f} GB there are; "
-            f"lower --batch (it is {config.batch}; --accumulate makes up for it) or --length (it "
-            f"is {config.length}), or set --remat attention or block (it is {config.remat})"
+            + ", or ".join(remedies(config))
         )
     return Compiled(train, evaluate)
+
+
+def remedies(config: Config) -> list[str]:
+    """What lessens the memory that a step takes, the cheapest first."""
+    less = []
+    if config.batch > 1:
+        less.append(f"lower --batch (it is {config.batch}) and raise --accumulate as much")
+    at = REMATS.index(config.remat)
+    if at + 1 < len(REMATS):
+        less.append(f"set --remat {REMATS[at + 1]} (it is {config.remat})")
+    return [*less, f"lower --length (it is {config.length})"]
 
 
 def train_loop(
