@@ -176,9 +176,9 @@ def test_a_step_that_does_not_fit_is_told_in_one_line_and_costs_no_earlier_run(
         checkpoints.save(Progress(state, [Row(1, 1, 1.0, None, 1.0, 1.0, None, 1.0, 1.0)]))
     assert main(["--data", str(texts), "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        "train_lm: a step takes 0.0 GB, more than the 0.0 GB there are; lower --batch (it is 2) and "
-        "raise --accumulate as much, or set --remat attention (it is none), or lower --length (it "
-        "is 64)\n"
+        "train_lm: a step takes 0.0 GB, more than the 0.0 GB there are; lower --batch (it is 2) "
+        "and raise --accumulate as much, or set --remat attention (it is none), or lower --length "
+        "(it is 64)\n"
     )
     assert (tmp_path / "checkpoints" / "1").is_dir()
 
