@@ -5,8 +5,8 @@
     python examples/train_lm.py --preset long-32k --data ~/src --out runs/src
 
 Without `--data` the text is the source of the running Python's standard library. The loss curve,
-its numbers and checkpoints are left in `--out`. The same command goes on with an unfinished run,
-as if nothing had broken it, and starts a finished one anew.
+its numbers and checkpoints are left in `--out`; at the end the model writes a sample. The same
+command goes on with an unfinished run, as if nothing had broken it, and starts a finished one anew.
 """
 
 import argparse

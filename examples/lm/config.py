@@ -34,7 +34,8 @@ class Config:
 
     A step sums the gradients of `accumulate` micro-batches of `batch` rows. `warm_up` and
     `final_rate` are fractions, of `steps` and of `learning_rate`, so that a run shortened with
-    `--steps` keeps the shape of its schedule.
+    `--steps` keeps the shape of its schedule. After the last step the model writes `sample` tokens
+    after a prompt of `prompt`.
     """
 
     preset: str
@@ -63,6 +64,8 @@ class Config:
     checkpoint_every: int = 100
     evaluation_rows: int = 32
     final_evaluation_rows: int = 256
+    prompt: int = 200
+    sample: int = 300
 
     @property
     def head_dim(self) -> int:

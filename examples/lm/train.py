@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 import flashjax
@@ -30,8 +31,9 @@ from lm.cost import (
 )
 from lm.data import load_files, make_documents, split_files
 from lm.entropy import Entropy, byte_entropy
+from lm.generate import generate
 from lm.metrics import CSV_NAME, PLOT_NAME, Metrics, Row
-from lm.packing import Batch, PackedRows, pack
+from lm.packing import END, Batch, PackedRows, pack
 from lm.step import LossSum, Program, TrainState, make_program
 
 PROFILE = "profile"
@@ -96,6 +98,7 @@ def run(
                 metrics.plot(text.entropy)
     print(f"wrote {out / CSV_NAME} and {out / PLOT_NAME}")
     print_verdict(loss, text.entropy)
+    print_sample(config, state, text.validation)
     return state
 
 
@@ -303,6 +306,18 @@ def print_verdict(loss: float, entropy: Entropy) -> None:
         f"order 1 {entropy.order1:.3f} nats/byte"
     )
     print(f"validation loss {loss:.2f} {sign} order-1 entropy {entropy.order1:.2f} nats/byte")
+
+
+def print_sample(config: Config, state: TrainState, rows: PackedRows) -> None:
+    """How the model goes on with the first text that it was not trained on."""
+    ends = np.flatnonzero(rows.tokens == END)
+    prompt, sample = generate(
+        config, state.params, rows.tokens[: min(config.prompt, ends[0])], config.sample
+    )
+    for name, text in (("prompt, from the validation split", prompt), ("sample", sample)):
+        print(f"{name}:")
+        lines = text.decode("utf-8", errors="replace").splitlines()
+        print("\n".join(f"  | {line}" for line in lines))
 
 
 def progress_bar(config: Config, begin: int, shown: bool) -> tqdm:
