@@ -55,6 +55,24 @@ def check_function(
     return out
 
 
+def check_tile_verdict(where: str, fn: Callable[..., Any]) -> None:
+    """Tries a user's verdict on an abstract grid of 2 × 3 tiles."""
+    ends = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 1), (2, 1), (1, 3), (1, 3))]
+    try:
+        out = jax.eval_shape(lambda *ends: jnp.asarray(fn(*ends)), *ends)
+    except Exception as error:
+        raise TypeError(
+            f"{where} failed on 2 × 3 tiles: {type(error).__name__}: {error}\nIt is called as "
+            "fn(row_begin, row_end, column_begin, column_end) on arrays and must be elementwise "
+            "jnp: jnp.where instead of if."
+        ) from error
+    if not jnp.issubdtype(out.dtype, jnp.integer):
+        raise TypeError(
+            f"{where} returns dtype {out.dtype}; wanted masks.EMPTY, masks.PARTIAL or masks.FULL, "
+            "which are integers."
+        )
+
+
 def _looks_across(jaxpr: Any) -> str | None:
     """The first primitive that mixes elements, or None."""
     for equation in jaxpr.eqns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flashjax import cudnn
 from flashjax.backend import Config, Device
 from flashjax.bind import Arguments
 from flashjax.masks import Blocks, Mask, Predicate, Ranges, schedule
+from flashjax.masks.bounds import Axis
 from flashjax.masks.schedule import size_bytes, tiles
 from flashjax.plan import (
     Plan,
@@ -130,11 +132,9 @@ def explain(
     reason = cudnn.refusal(given, on)
     refused += [("cudnn", reason)] if reason else []
     concrete = _concrete_mask(given, query, key)
-    tiling = {
-        name: _tiling(spec, getattr(made, name).config, concrete, axis)
-        for name, axis in (("forward", "rows"), ("backward", "columns"))
-    }
-    return Explanation(chosen, made, spec, tuple(refused), **tiling, notes=notes)
+    forward = _tiling(spec, made.forward.config, concrete, "rows")
+    backward = _tiling(spec, made.backward.config, concrete, "columns")
+    return Explanation(chosen, made, spec, tuple(refused), forward, backward, notes)
 
 
 def _spec_of(query: Any, key: Any, value: Any, given: Arguments) -> Spec:
@@ -164,7 +164,7 @@ def _concrete_mask(given: Arguments, query: Any, key: Any) -> Mask | None:
     return binding.mask_of(given, dims)
 
 
-def _tiling(spec: Spec, config: Config, mask: Mask | None, axis: Any) -> Tiling:
+def _tiling(spec: Spec, config: Config, mask: Mask | None, axis: Axis) -> Tiling:
     rows, columns = Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns)
     total = rows.count * columns.count
     if mask is None and spec.shapes.mask is not None:
@@ -172,10 +172,16 @@ def _tiling(spec: Spec, config: Config, mask: Mask | None, axis: Any) -> Tiling:
         return Tiling(total, _kind(shape), size_bytes(shape), None, None)
     if total == 0:
         return Tiling(0, "ranges", 0, 0.0, 0.0)
-    walk = jax.jit(lambda m: schedule(m, rows, columns, axis))(mask)
-    own, other = (rows, columns) if axis == "rows" else (columns, rows)
-    visited, full = tiles(walk, own, other)
+    walk, visited, full = _counted(mask, rows, columns, axis)
     return Tiling(total, _kind(walk), size_bytes(walk), float(visited), float(full))
+
+
+# One function for all calls, so that explaining the same kind of call again compiles nothing.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _counted(mask: Mask | None, rows: Blocks, columns: Blocks, axis: Axis) -> Any:
+    walk = schedule(mask, rows, columns, axis)
+    own, other = (rows, columns) if axis == "rows" else (columns, rows)
+    return walk, *tiles(walk, own, other)
 
 
 def _kind(walk: Any) -> str:

@@ -21,12 +21,18 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.
       Differentiable.
 
     Raises:
-      ValueError: no parts, or shapes that do not fit.
+      ValueError, TypeError: no parts, no pairs, or shapes that do not fit.
     """
     if not isinstance(parts, Sequence):
         raise TypeError(f"merge: parts is a {type(parts).__name__}; wanted a list of (out, lse).")
     if not parts:
         raise ValueError("merge: parts is empty; wanted at least one (out, lse).")
+    for index, pair in enumerate(parts):
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(
+                f"merge: parts[{index}] is a {type(pair).__name__}; wanted a pair (out, lse), in a "
+                "list also where there is but one."
+            )
     shape = parts[0][0].shape
     for index, (out, lse) in enumerate(parts):
         if out.shape != shape or lse.shape != shape[:-1]:

@@ -158,6 +158,16 @@ WHEN_MADE: dict[str, Refusal] = {
 }
 
 WHEN_BOUND: dict[str, Refusal] = {
+    "Predicate verdict with an if": (
+        lambda: masks.Predicate(fn, tile_verdict=lambda a, b, c, d: 1 if a < c else 0),
+        TypeError,
+        r"Predicate\(tile_verdict=…\) failed on 2 × 3 tiles: (?s:.*)jnp.where instead of if",
+    ),
+    "Predicate verdict of floats": (
+        lambda: masks.Predicate(fn, tile_verdict=lambda a, b, c, d: 0.5 * (a < c)),
+        TypeError,
+        r"Predicate\(tile_verdict=…\) returns dtype float32; wanted masks.EMPTY",
+    ),
     "Causal offset": (
         lambda: masks.Causal(np.zeros(3, np.int32)),
         ValueError,

@@ -203,6 +203,10 @@ def test_refused() -> None:
     out, lse = EMPTY
     with pytest.raises(ValueError, match=r"merge: parts is empty; wanted at least one"):
         merge([])
+    with pytest.raises(
+        TypeError, match=r"parts\[0\] is a .*; wanted a pair \(out, lse\), in a list"
+    ):
+        merge(EMPTY)
     with pytest.raises(ValueError, match=r"parts\[1\] has out \(2, 9, 4, 4\) and lse .*wanted"):
         merge([EMPTY, (out[..., :4], lse)])
     # jax.nn's layout of the LSE.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flashjax.elementwise import check_function, check_named, trial
+from flashjax.elementwise import check_function, check_named, check_tile_verdict, trial
 from flashjax.masks.algebra import EMPTY, FULL, PARTIAL, Mask
 from flashjax.masks.bounds import (
     INT_MAX,
@@ -324,6 +324,8 @@ class Predicate(Mask):
             raise TypeError(
                 f"Predicate(fn=…) returns {describe(out)} for a tile; wanted bool: compare."
             )
+        if self.tile_verdict is not None:
+            check_tile_verdict("Predicate(tile_verdict=…)", self.tile_verdict)
         return new
 
     def keep(self, at: At) -> jax.Array:
