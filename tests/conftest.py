@@ -3,6 +3,10 @@
 import functools
 import os
 
+# The oracle's products are small: a second thread waits more than it computes, and workers share
+# the cores. It must be set before numpy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import pytest
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -51,17 +52,18 @@ class Setting:
     def linen(self, **more: Any) -> Any:
         return flashjax.linen.MultiHeadAttention(HEADS, **{**self.make, **more})
 
-    def nnx(self, seed: int = 0, **more: Any) -> Any:
+    def nnx(self, **more: Any) -> Any:
         """With every parameter non-zero, so that none can be lost."""
-        rngs = nnx.Rngs(seed)
-        layer = flashjax.nnx.MultiHeadAttention(
-            HEADS, WIDTH, rngs=rngs, bias_init=NORMAL, sinks_init=NORMAL,
-            **{**self.make, **more},
-        )  # fmt: skip
-        for norm in (layer.query_ln, layer.key_ln, layer.query_norm, layer.key_norm):
-            if norm is not None:
-                norm.scale[...] = 1 + 0.3 * NORMAL(rngs.params(), norm.scale.shape)
-        return layer
+        options = {**self.make, **more}
+
+        def make() -> flashjax.nnx.MultiHeadAttention:
+            return flashjax.nnx.MultiHeadAttention(HEADS, WIDTH, rngs=nnx.Rngs(0), **options)
+
+        # Only its shapes: compiling initialisers takes longer than what is tested.
+        graph, state, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+        if options.get("dropout_rate"):
+            rest = nnx.state(make(), nnx.RngState)
+        return nnx.merge(graph, jax.tree.map_with_path(_drawn, state), rest)
 
     def oracle(self, length: int = LENGTH) -> dict[str, Any]:
         options = dict(self.options)
@@ -72,7 +74,15 @@ class Setting:
         return options
 
 
-NORMAL = nnx.initializers.normal(1.0)
+def _drawn(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    r = np.random.default_rng(len(jax.tree_util.keystr(path)))
+    name = jax.tree_util.keystr(path)
+    drawn = r.normal(size=shape.shape)
+    if "kernel" in name:
+        drawn /= WIDTH**0.5
+    if "scale" in name:
+        drawn = 1 + 0.3 * drawn
+    return jnp.asarray(drawn, shape.dtype)
 
 
 def params_of(layer: nnx.Module) -> dict[str, Any]:
