@@ -105,7 +105,7 @@ def test_linen_decodes_the_same(name: str) -> None:
 def test_decoding_rounds_no_worse_than_the_whole_forward(name: str, dtype: Any) -> None:
     """Both within the same bound of the truth, row by row."""
     setting, x = MODELS[name], text(dtype)
-    layer = setting.nnx(dtype=dtype, param_dtype=dtype)
+    layer = setting.nnx(dtype=dtype, param_dtype=dtype, precision="highest")
     params = params_of(layer)
     wanted = layers.reference(setting, params, x)
     drawn = layer_oracle.baseline(setting.layer, params, x, None, dtype, **setting.oracle())
