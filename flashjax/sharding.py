@@ -102,7 +102,7 @@ class Split:
 
     def summed(self, grad: jax.Array, role: P) -> jax.Array:
         """On one shard: a gradient summed over the mesh axes over which its operand is whole."""
-        used = {axis for part in self.resolve(role) if part for axis in part}
+        used = {axis for part in self.resolve(role) for axis in _axes_of(part)}
         axes = tuple(axis for axis in (*self.batch, *self.heads) if axis not in used)
         return lax.psum(grad, axes) if axes else grad
 

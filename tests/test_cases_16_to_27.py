@@ -126,8 +126,8 @@ def test_case_19_sharded_batch_and_heads_need_no_collective(
     shape = Shape(2, 16, 16, 4, 2, 8, 8)
     row, column = grid(shape)
     made = case(shape, F32, 19, options={"keep": column <= row})
-    mesh = jax.make_mesh((2, 2), ("b", "n"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    place, rows = P("b", None, "n", None), P("b", None, "n")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    place, rows = P("data", None, "model", None), P("data", None, "model")
     attend = attention(implementation, is_causal=True)
 
     def constrained(*inputs: Any) -> Any:

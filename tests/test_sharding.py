@@ -39,7 +39,7 @@ def collectives(compiled: Any) -> dict[str, int]:
 
 
 def mesh_of(kind: Any) -> Any:
-    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
 
 
 def inputs(key_heads: int) -> dict[str, Any]:
@@ -85,8 +85,12 @@ def program(extra: str, implementation: str | None = None) -> Any:
 
 
 def placed(mesh: Any, operands: dict[str, Any], key_heads: int) -> dict[str, Any]:
-    heads = "y" if key_heads % 2 == 0 else None
-    specs = {"query": P("x", None, "y"), "key": P("x", None, heads), "value": P("x", None, heads)}
+    heads = "model" if key_heads % 2 == 0 else None
+    specs = {
+        "query": P("data", None, "model"),
+        "key": P("data", None, heads),
+        "value": P("data", None, heads),
+    }
     return {
         name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P())))
         for name, x in operands.items()
@@ -121,20 +125,20 @@ def test_batch_and_heads_split_without_collectives(
     found = compiled(placed(mesh_of(kind), operands, key_heads))
     assert collectives(compiled) == ({"all-reduce": reductions} if reductions else {})
     assert_equal_values(found, jax.jit(run)(operands))
-    assert tuple(found[0].sharding.spec)[:3] == ("x", None, "y")
+    assert tuple(found[0].sharding.spec)[:3] == ("data", None, "model")
 
 
 @pytest.mark.parametrize("heads", [(12, 6), (12, 3)])
 def test_key_heads_that_the_shards_do_not_divide(heads: tuple[int, int]) -> None:
     """Four shards of 3 query heads: on one, key heads 0, 0, 1; with K = 3, one key head each."""
-    mesh = jax.make_mesh((4,), ("y",), axis_types=(AUTO,))
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AUTO,))
     keys = jax.random.split(jax.random.key(1), 3)
     query = jax.random.normal(keys[0], (1, T, heads[0], H))
     key, value = (jax.random.normal(k, (1, T, heads[1], H)) for k in keys[1:])
     operands = {"query": query, "key": key, "value": value}
     sharded = {
         **operands,
-        "query": jax.device_put(query, NamedSharding(mesh, P(None, None, "y"))),
+        "query": jax.device_put(query, NamedSharding(mesh, P(None, None, "model"))),
     }
     run = jax.jit(program("plain"))
     assert_equal_values(run(sharded), run(operands))
@@ -143,7 +147,7 @@ def test_key_heads_that_the_shards_do_not_divide(heads: tuple[int, int]) -> None
 def test_shardings_given_to_jit_only() -> None:
     """Arrays that carry no mesh while tracing get one from in_shardings."""
     mesh, operands = mesh_of(AUTO), inputs(8)
-    place = {name: NamedSharding(mesh, P("x", None, "y")) for name in operands}
+    place = {name: NamedSharding(mesh, P("data", None, "model")) for name in operands}
     run = program("plain")
     compiled = jax.jit(run, in_shardings=(place,)).lower(operands).compile()
     assert collectives(compiled) == {}
@@ -152,7 +156,7 @@ def test_shardings_given_to_jit_only() -> None:
 
 def test_constraint_inside_jit() -> None:
     mesh, operands = mesh_of(AUTO), inputs(8)
-    place = NamedSharding(mesh, P("x", None, "y"))
+    place = NamedSharding(mesh, P("data", None, "model"))
 
     def run(operands: dict[str, Any]) -> Any:
         constrained = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, place), operands)
@@ -165,7 +169,7 @@ def test_constraint_inside_jit() -> None:
 def test_a_split_sequence_is_gathered_on_an_auto_mesh_and_refused_on_an_explicit_one() -> None:
     operands = inputs(8)
     for kind in (AUTO, EXPLICIT):
-        place = NamedSharding(mesh_of(kind), P(None, "x", "y"))
+        place = NamedSharding(mesh_of(kind), P(None, "data", "model"))
         split = {name: jax.device_put(x, place) for name, x in operands.items()}
         run = jax.jit(program("plain"))
         if kind is AUTO:
@@ -179,14 +183,14 @@ def test_a_split_sequence_is_gathered_on_an_auto_mesh_and_refused_on_an_explicit
 def test_inside_shard_map_with_varying_axes_checked(implementation: str) -> None:
     operands = {**inputs(4), **EXTRAS["broadcast"][0]}
     specs = {
-        **{name: P("x", None, "y") for name in ("query", "key", "value")},
-        "bias": P(None, "y"),
-        "sinks": P("y"),
+        **{name: P("data", None, "model") for name in ("query", "key", "value")},
+        "bias": P(None, "model"),
+        "sinks": P("model"),
     }
     run = program("broadcast", implementation)
     sharded = jax.jit(
         jax.shard_map(
-            run, mesh=mesh_of(AUTO), in_specs=(specs,), out_specs=(P("x", None, "y"), specs)
+            run, mesh=mesh_of(AUTO), in_specs=(specs,), out_specs=(P("data", None, "model"), specs)
         )
     )
     compiled = sharded.lower(operands).compile()
@@ -196,7 +200,7 @@ def test_inside_shard_map_with_varying_axes_checked(implementation: str) -> None
 
 def test_a_bias_split_where_the_query_is_not() -> None:
     operands = {**inputs(4), "bias": EXTRAS["broadcast"][0]["bias"]}
-    place = {"bias": P(None, "y"), **{n: P("x") for n in ("query", "key", "value")}}
+    place = {"bias": P(None, "model"), **{n: P("data") for n in ("query", "key", "value")}}
     mesh = mesh_of(EXPLICIT)
     split = {n: jax.device_put(x, NamedSharding(mesh, place[n])) for n, x in operands.items()}
     run = jax.jit(program("plain"))
@@ -206,7 +210,7 @@ def test_a_bias_split_where_the_query_is_not() -> None:
 def test_explicit_mesh_in_context_and_vmap() -> None:
     mesh, operands = mesh_of(EXPLICIT), inputs(8)
     with jax.set_mesh(mesh):
-        place = P("x", None, "y")
+        place = P("data", None, "model")
         sharded = {n: jax.device_put(x, NamedSharding(mesh, place)) for n, x in operands.items()}
         found = jax.jit(program("plain"))(sharded)
         mapped = jax.jit(jax.vmap(program("plain")))(jax.tree.map(lambda x: x[None], sharded))
@@ -221,8 +225,8 @@ CACHED = textwrap.dedent(
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
     import flashjax
 
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
-    x = jax.device_put(jnp.ones((4, 8, 2, 8)), NamedSharding(mesh, P("x")))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.ones((4, 8, 2, 8)), NamedSharding(mesh, P("data")))
     hits = []
     jax.monitoring.register_event_listener(
         lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None)
