@@ -69,7 +69,20 @@ def attend_for_flax(
 
 
 def as_bool(mask: Any) -> Any:
-    """Flax's mask helpers make float32 arrays of 0 and 1."""
-    if mask is None or isinstance(mask, Mask):
+    """Flax's mask helpers make float32 arrays of 0 and 1; what is no array is left to bind.
+
+    Raises:
+      TypeError: the values are known and some are neither 0 nor 1.
+    """
+    if mask is None or isinstance(mask, (Mask, type)) or callable(mask):
         return mask
-    return jnp.asarray(mask).astype(bool)
+    array = jnp.asarray(mask)
+    if array.dtype != jnp.bool_ and not isinstance(array, jax.core.Tracer):
+        with jax.ensure_compile_time_eval():
+            other = bool(((array != 0) & (array != 1)).any())
+        if other:
+            raise TypeError(
+                f"mask has dtype {array.dtype} and values beside 0 and 1; wanted True or 1 where a "
+                "column is allowed. An additive mask (0, −inf) goes in as bias."
+            )
+    return array.astype(bool)

@@ -15,7 +15,7 @@ from flashjax import dropout
 from flashjax.masks import Causal, Dense, Lengths, Mask, Segments, Window
 from flashjax.scores import Score, SoftCap
 from flashjax.spec import Operands, Spec, shapes_of
-from flashjax.structure import Dims, align, describe, flatten_batch
+from flashjax.structure import Dims, Place, align, columns_in, describe, flatten_batch
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
@@ -43,6 +43,10 @@ class Arguments:
     precision: Any = None
     # Flax's broadcast_dropout: one dropout pattern for all batch members and heads.
     share_dropout: bool = False
+    # Decoding: what is said of positions in the text is placed on the rows and columns of the call,
+    # of which `filled` hides those that hold no token.
+    place: Place | None = None
+    filled: Mask | None = None
 
 
 class Bound(NamedTuple):
@@ -69,7 +73,7 @@ def bind(query: Any, key: Any, value: Any, arguments: Arguments) -> Bound:
         key=key.reshape(batch, *key.shape[-3:]),
         value=value.reshape(batch, *value.shape[-3:]),
         scale=None if static_scale is not None else scale,
-        bias=_bias(arguments.bias, dims),
+        bias=_bias(arguments, dims),
         mask=mask,
         score=score,
         sinks=_sinks(arguments.sinks, dims),
@@ -151,35 +155,33 @@ def _scale(scale: Any, head_dim: int, dims: Dims, dtype: Any) -> float | jax.Arr
     return align(array, "scalar", dims, "scale")
 
 
-def _bias(bias: Any, dims: Dims) -> jax.Array | None:
-    if bias is None:
+def _bias(arguments: Arguments, dims: Dims) -> jax.Array | None:
+    if arguments.bias is None:
         return None
-    array = _array(bias, "bias", "a float array that broadcasts to (…, N, T, S)")
+    array = _array(arguments.bias, "bias", "a float array that broadcasts to (…, N, T, S)")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
             f"bias has dtype {array.dtype}; wanted a float dtype. A boolean array is a mask: pass "
             "it as mask."
         )
-    return align(array, "tile", dims, "bias")
+    return align(_placed(array, arguments.place), "tile", dims, "bias")
+
+
+def _placed(array: jax.Array, place: Place | None) -> jax.Array:
+    """The call's columns of a bias or dense mask."""
+    cut = place is not None and columns_in(array) is not None
+    return place.columns_of(array) if cut else array  # type: ignore[union-attr]
 
 
 def mask_of(arguments: Arguments, dims: Dims) -> Mask | None:
     """The And of everything that hides columns."""
+    place = arguments.place
     terms: list[Mask] = []
-    if isinstance(arguments.mask, Mask):
-        terms.append(arguments.mask)
-    elif arguments.mask is not None:
-        if isinstance(arguments.mask, type) and issubclass(arguments.mask, Mask):
-            name = arguments.mask.__name__
-            raise TypeError(f"mask is the class {name}; wanted a term: call it, {name}(…).")
-        if callable(arguments.mask):
-            raise TypeError(
-                "mask is a function; wanted a bool array or a flashjax.masks term. Wrap the "
-                "function as flashjax.masks.Predicate(fn)."
-            )
-        dense = Dense(_array(arguments.mask, "mask", "a bool array or a flashjax.masks term"))
-        align(dense.values, "tile", dims, "mask")
-        terms.append(dense)
+    if arguments.mask is not None:
+        mask = _mask_term(arguments.mask)
+        if isinstance(mask, Dense):
+            align(_placed(mask.values, place), "tile", dims, "mask")
+        terms.append(mask)
     lengths = {
         name: _lengths(getattr(arguments, name), name, dims)
         for name in ("query_seq_lengths", "key_value_seq_lengths")
@@ -191,9 +193,27 @@ def mask_of(arguments: Arguments, dims: Dims) -> Mask | None:
     if _flag(arguments, "is_causal"):
         terms.append(Causal())
     if arguments.segment_ids is not None:
-        terms.append(_segments(arguments.segment_ids, dims))
+        terms.append(_segments(arguments.segment_ids, dims, place))
+    if place is not None:
+        terms = [term.placed(place) for term in terms]
+    if arguments.filled is not None:
+        terms.append(arguments.filled)
     aligned = [term.aligned(dims) for term in terms]
     return functools.reduce(lambda a, b: a & b, aligned) if aligned else None
+
+
+def _mask_term(mask: Any) -> Mask:
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        name = mask.__name__
+        raise TypeError(f"mask is the class {name}; wanted a term: call it, {name}(…).")
+    if callable(mask):
+        raise TypeError(
+            "mask is a function; wanted a bool array or a flashjax.masks term. Wrap the "
+            "function as flashjax.masks.Predicate(fn)."
+        )
+    return Dense(_array(mask, "mask", "a bool array or a flashjax.masks term"))
 
 
 def _flag(arguments: Arguments, name: str) -> bool:
@@ -242,22 +262,30 @@ def window_sides(size: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _segments(ids: Any, dims: Dims) -> Mask:
+def _segments(ids: Any, dims: Dims, place: Place | None) -> Mask:
     wanted = f"integer ids of shape {(*dims.batch, dims.rows)}, or a pair (query ids, key ids)"
-    pair = ids if isinstance(ids, (tuple, list)) else (ids,)
+    if isinstance(ids, list):
+        raise TypeError(
+            f"segment_ids is a list; wanted {wanted}. Of two lists it cannot be told which is "
+            "meant: pass an array, or a tuple of two."
+        )
+    pair = ids if isinstance(ids, tuple) else (ids,)
     if len(pair) not in (1, 2) or any(x is None for x in pair):
         came = ", ".join(describe(x) for x in pair)
         raise TypeError(f"segment_ids is ({came}); wanted {wanted}.")
-    if len(pair) == 1 and dims.rows != dims.columns:
+    if len(pair) == 1 and (dims.rows != dims.columns or place is not None):
+        why = f"T = {dims.rows} and S = {dims.columns}" if place is None else "a KV cache"
         raise ValueError(
-            f"segment_ids is one array with T = {dims.rows} and S = {dims.columns}; "
-            "wanted a pair (query ids, key ids)."
+            f"segment_ids is one array with {why}; wanted a pair (query ids, key ids)."
         )
+    # The keys' ids are those of the whole text while decoding; a window's cache holds a part.
+    columns = dims.columns if place is None or place.is_whole else None
     sides: list[jax.Array] = []
-    for x, length in zip(pair, (dims.rows, dims.columns), strict=False):
+    for x, length in zip(pair, (dims.rows, columns), strict=False):
         array = _array(x, "segment_ids", wanted)
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"segment_ids has dtype {array.dtype}; wanted an integer dtype.")
+        length = array.shape[-1] if length is None and array.ndim else length
         if array.shape not in ((*dims.batch, length), (length,)):
             raise ValueError(
                 f"segment_ids has shape {array.shape}; wanted {(*dims.batch, length)} "
@@ -283,7 +311,9 @@ def _score(arguments: Arguments, dims: Dims) -> Score | None:
             )
         capped = SoftCap(cap)
         score = capped if score is None else score.then(capped)
-    return None if score is None else score.aligned(dims)
+    if score is None:
+        return None
+    return (score if arguments.place is None else score.placed(arguments.place)).aligned(dims)
 
 
 def _sinks(sinks: Any, dims: Dims) -> jax.Array | None:

@@ -28,15 +28,15 @@ class KVCache(NamedTuple):
 class Columns(NamedTuple):
     """What the rows of a call attend to, and the cache that it leaves behind.
 
-    `filled` hides the columns that hold no token. `fits` is False where the cache was too short,
-    and the call's result means nothing then; None where it cannot be.
+    `filled` hides the columns that hold no token. `fits` is False where the cache was too short:
+    the call's result means nothing then.
     """
 
     key: jax.Array
     value: jax.Array
     place: Place
     filled: Mask
-    fits: jax.Array | None
+    fits: jax.Array
     cache: KVCache
 
 
@@ -90,7 +90,7 @@ def _rolled(cache: KVCache, key: jax.Array, value: jax.Array) -> Columns:
     new = KVCache(keys[..., last, :, :], values[..., last, :, :], cache.written + rows)
     place = Place(cache.written, cache.written - length, length + rows)
     unwritten = Prefix(jnp.maximum(length - cache.written, 0))
-    return Columns(keys, values, place, ~unwritten, None, new)
+    return Columns(keys, values, place, ~unwritten, jnp.bool_(True), new)
 
 
 def _check(cached: jax.Array, new: jax.Array, name: str) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flashjax.adapter import as_bool
 from flashjax.attention import call
 from flashjax.bind import Arguments, window_sides
 from flashjax.cache import Columns, KVCache, Window, extend
-from flashjax.masks import Causal, Dense, Lengths, Mask, Segments
-from flashjax.masks import Window as WindowTerm
 from flashjax.rotary import Rotary
-from flashjax.structure import Place
+from flashjax.structure import Structure, columns_in, describe
 
 
 class Options(Protocol):
@@ -71,15 +69,20 @@ def heads_of(num_heads: int, num_kv_heads: int | None, qkv_features: int) -> Hea
     """Checks what shapes the projections.
 
     Raises:
-      ValueError: the numbers do not divide.
+      ValueError: a number is no count, or they do not divide.
     """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads < 1 or qkv_features % num_heads:
+    for name, number in (
+        ("num_heads", num_heads), ("num_kv_heads", kv_heads), ("qkv_features", qkv_features)
+    ):  # fmt: skip
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
+            raise ValueError(f"{name} is {number!r}; wanted an int >= 1.")
+    if qkv_features % num_heads:
         raise ValueError(
             f"qkv_features is {qkv_features} and num_heads {num_heads}; wanted a multiple of the "
             "number of heads."
         )
-    if kv_heads < 1 or num_heads % kv_heads:
+    if num_heads % kv_heads:
         raise ValueError(
             f"num_kv_heads is {kv_heads} and num_heads {num_heads}; wanted a divisor of the number "
             "of query heads."
@@ -113,7 +116,7 @@ def key_inputs(
     """Flax's rule: keys come from the queries' inputs, values from the keys'.
 
     Raises:
-      ValueError: `inputs_v` is given without `inputs_k`.
+      ValueError, TypeError: `inputs_v` is given without `inputs_k`; one is no array.
     """
     if inputs_k is None:
         if inputs_v is not None:
@@ -122,7 +125,11 @@ def key_inputs(
                 "and values pass inputs_k alone."
             )
         inputs_k = inputs_q
-    return inputs_k, inputs_k if inputs_v is None else inputs_v
+    inputs_v = inputs_k if inputs_v is None else inputs_v
+    for name, x in (("inputs_q", inputs_q), ("inputs_k", inputs_k), ("inputs_v", inputs_v)):
+        if getattr(x, "ndim", 0) < 2:
+            raise TypeError(f"{name} is {describe(x)}; wanted an array (…, length, features).")
+    return inputs_k, inputs_v
 
 
 def attend(
@@ -152,7 +159,7 @@ def attend(
         is_causal=(cache is not None) if is_causal is None else is_causal,
         query_seq_lengths=given.query_seq_lengths,
         key_value_seq_lengths=given.key_value_seq_lengths,
-        local_window_size=options.local_window_size,
+        local_window_size=window_of(options.local_window_size),
         segment_ids=given.segment_ids,
         logits_soft_cap=options.logits_soft_cap,
         sinks=sinks,
@@ -169,13 +176,12 @@ def attend(
             f"decoding with {query.shape[-3]} query and {key.shape[-3]} key tokens; wanted the "
             "same tokens. For cross-attention call the layer with decode=False."
         )
-    columns = extend(cache, key, value, window_of(options.local_window_size))
-    arguments = _on_cache(arguments, columns)
+    columns = extend(cache, key, value, arguments.local_window_size)
+    fits = columns.fits & _covered(arguments, columns)
+    arguments = dataclasses.replace(arguments, place=columns.place, filled=columns.filled)
     out = call(query, columns.key, columns.value, arguments, options.implementation)
-    if columns.fits is not None:
-        # A traced count cannot raise; silence would give the text a hole.
-        out = jnp.where(columns.fits, out, jnp.nan)
-    return out, columns.cache
+    # A traced count cannot raise; silence would give the text a hole.
+    return jnp.where(fits, out, jnp.nan), columns.cache
 
 
 def _turned(
@@ -188,59 +194,47 @@ def _turned(
                 "layer with rotary=flashjax.Rotary()."
             )
         return query, key
+    if not isinstance(options.rotary, Rotary):
+        raise TypeError(f"rotary is {describe(options.rotary)}; wanted flashjax.Rotary(…) or None.")
     begin = 0 if cache is None else cache.written
-    if given.positions is None:
+    pair: Any = given.positions
+    if pair is None:
         pair = tuple(begin + jnp.arange(x.shape[-3], dtype=jnp.int32) for x in (query, key))
-    elif isinstance(given.positions, (tuple, list)):
-        pair = tuple(given.positions)
-    else:
-        pair = (given.positions, given.positions)
-    if len(pair) != 2:
+    elif not isinstance(pair, tuple):
+        pair = (pair, pair)
+    if len(pair) != 2 or any(x is None for x in pair):
         raise ValueError(
-            f"positions has {len(pair)} parts; wanted an array or a pair (query positions, key "
-            "positions)."
+            f"positions has {len(pair)} parts, {sum(x is None for x in pair)} of them None; wanted "
+            "an array, or a pair (query positions, key positions)."
         )
     return options.rotary(query, pair[0]), options.rotary(key, pair[1])
 
 
-def _on_cache(arguments: Arguments, columns: Columns) -> Arguments:
-    """The arguments, said of positions in the text, for rows and columns of this call."""
-    place = columns.place
-    terms = [term.placed(place) for term in _terms(arguments)]
-    terms.append(columns.filled)
-    bias, score = arguments.bias, arguments.score_mod
-    return dataclasses.replace(
-        arguments,
-        mask=functools.reduce(lambda a, b: a & b, terms),
-        bias=None if bias is None else _placed_bias(jnp.asarray(bias), place),
-        score_mod=None if score is None else score.placed(place),
-        is_causal=False,
-        query_seq_lengths=None,
-        key_value_seq_lengths=None,
-        local_window_size=None,
-        segment_ids=None,
-    )
+def _covered(arguments: Arguments, columns: Columns) -> jax.Array | bool:
+    """Whether what is given over columns reaches to the last token, which a rolled cache hides.
 
-
-def _placed_bias(bias: jax.Array, place: Place) -> jax.Array:
-    return place.columns_of(bias) if bias.ndim and bias.shape[-1] != 1 else bias
-
-
-def _terms(arguments: Arguments) -> list[Mask]:
-    """Everything that hides columns, before it knows the call's shape."""
-    terms: list[Mask] = []
-    if arguments.mask is not None:
-        mask = arguments.mask
-        terms.append(mask if isinstance(mask, Mask) else Dense(mask))
-    window = window_of(arguments.local_window_size)
-    if window is not None:
-        terms.append(WindowTerm(*window))
-    lengths = (arguments.query_seq_lengths, arguments.key_value_seq_lengths)
-    if any(x is not None for x in lengths):
-        terms.append(Lengths(*lengths))
-    if arguments.segment_ids is not None:
-        pair = arguments.segment_ids
-        terms.append(Segments(*pair) if isinstance(pair, (tuple, list)) else Segments(pair))
-    if arguments.is_causal:
-        terms.append(Causal())
-    return terms
+    Raises:
+      ValueError: it does not, and that is known while tracing.
+    """
+    if columns.place.is_whole:
+        return True
+    counts: list[int | None] = []
+    for given in (arguments.mask, arguments.score_mod):
+        if isinstance(given, Structure):
+            counts.append(given.column_count())
+    for given in (arguments.mask, arguments.bias):
+        if given is not None and hasattr(given, "shape"):
+            counts.append(columns_in(given))
+    if isinstance(arguments.segment_ids, tuple) and hasattr(arguments.segment_ids[-1], "shape"):
+        counts.append(columns_in(arguments.segment_ids[-1], "column"))
+    count = min((n for n in counts if n is not None), default=None)
+    if count is None:
+        return True
+    end = columns.cache.written
+    if not isinstance(end, jax.core.Tracer) and int(end) > count:
+        raise ValueError(
+            f"mask, bias, score_mod or segment_ids has {count} columns and the text {int(end)} "
+            "tokens; wanted a column for each position of the text. A window layer's cache is "
+            "shorter; what is said of columns is not."
+        )
+    return end <= count

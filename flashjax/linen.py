@@ -35,8 +35,9 @@ class MultiHeadAttention(nn.Module):
     Decoding: make the layer with ``decode=True`` and the cache by ``init`` on inputs as long as
     the longest text; then each ``apply(…, mutable=["cache"])`` takes the next tokens, any number
     of them: first the prompt, then one at a time. A window layer's cache is no longer than its
-    window. Masks, biases and score modifiers speak of positions in the text: rows are those of
-    the call, columns those of the cache.
+    window. Masks, biases and score modifiers speak of positions in the text: arrays hold the rows
+    of the call, and a column for each position of the text, in a window layer too. Setting
+    ``cache_index`` back takes tokens back; in a window layer only to 0.
 
     Attributes:
       num_heads: N, query heads.
@@ -119,7 +120,7 @@ class MultiHeadAttention(nn.Module):
           mask: bool or 0/1 array that broadcasts to (…, N, T, S), or a flashjax.masks term.
           bias, score_mod, segment_ids, query_seq_lengths, key_value_seq_lengths: as in
             ``flashjax.dot_product_attention``. While decoding, segment ids are a pair, (…, T) and
-            those of the cache's positions.
+            those of all positions.
           positions: for the rotary embedding, integers (T,) or (…, T), or a pair of those and the
             keys'. None counts from 0, while decoding from the tokens already written.
           is_causal: in place of the attribute.
@@ -193,8 +194,13 @@ class MultiHeadAttention(nn.Module):
         return nn.RMSNorm(name=f"{name}_norm", **dtypes)(x)
 
     def _cache(self, key: Array, value: Array) -> KVCache | None:
-        """The cache so far; None in the call that makes it."""
-        written = self.has_variable("cache", "cached_key")
+        """The cache so far; None while it is made."""
+        if not self.is_initializing() and not self.has_variable("cache", "cached_key"):
+            raise ValueError(
+                'decode is True and the variables hold no "cache"; wanted the one that '
+                "layer.init(rng, inputs of the longest length) makes. Pass it to apply beside "
+                'the parameters, with mutable=["cache"].'
+            )
 
         def empty(x: Array) -> Array:
             length = cache_length(x.shape[-3], window_of(self.local_window_size))
@@ -205,7 +211,7 @@ class MultiHeadAttention(nn.Module):
             self.variable("cache", "cached_value", empty, value),
             self.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32)),
         ]
-        return KVCache(*(v.value for v in variables)) if written else None
+        return None if self.is_initializing() else KVCache(*(v.value for v in variables))
 
     def _dropout_key(self, deterministic: bool | None, dropout_rng: Any) -> Any:
         if self.dropout_rate == 0.0:

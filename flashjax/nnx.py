@@ -39,8 +39,9 @@ class MultiHeadAttention(nnx.Module):
 
     Decoding: ``init_cache((batch, longest text, features))``, then each call with ``decode=True``
     takes the next tokens, any number of them: first the prompt, then one at a time. A window
-    layer's cache is no longer than its window. Masks, biases and score modifiers speak of
-    positions in the text: rows are those of the call, columns those of the cache.
+    layer's cache is no longer than its window. Masks, biases and score modifiers speak of positions
+    in the text: arrays hold the rows of the call, and a column for each position of the text, in a
+    window layer too. Setting ``cache_index`` back takes tokens back; in a window layer only to 0.
 
     Args:
       num_heads: N, query heads.
@@ -74,6 +75,7 @@ class MultiHeadAttention(nnx.Module):
       keep_rngs: keep the stream "dropout"; else pass rngs at the call.
       kernel_metadata, out_kernel_metadata, bias_metadata, out_bias_metadata: of the projections'
         variables, such as ``{"out_sharding": (…)}``.
+      query_ln_scale_metadata, key_ln_scale_metadata: of the norms', of either kind.
     """
 
     def __init__(
@@ -113,12 +115,16 @@ class MultiHeadAttention(nnx.Module):
         out_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
         out_bias_metadata: Metadata = NO_METADATA,
+        query_ln_scale_metadata: Metadata = NO_METADATA,
+        key_ln_scale_metadata: Metadata = NO_METADATA,
     ) -> None:
         qkv_features = in_features if qkv_features is None else qkv_features
         kv_width = in_features if in_kv_features is None else in_kv_features
         heads = heads_of(num_heads, num_kv_heads, qkv_features)
         self.num_heads, self.num_kv_heads, self.head_dim = heads
         self.in_features, self.in_kv_features = in_features, kv_width
+        self.qkv_features, self.use_bias = qkv_features, use_bias
+        self.out_features = in_features if out_features is None else out_features
         self.dtype, self.param_dtype = dtype, param_dtype
         self.broadcast_dropout, self.dropout_rate = broadcast_dropout, dropout_rate
         self.deterministic, self.decode = deterministic, decode
@@ -145,20 +151,27 @@ class MultiHeadAttention(nnx.Module):
         self.key = inwards(in_features=kv_width, out_features=(heads.key_value, heads.dim))
         self.value = inwards(in_features=kv_width, out_features=(heads.key_value, heads.dim))
         kind = norm_kind(normalize_qk)
-        layer_norm = functools.partial(
-            nnx.LayerNorm, heads.dim, use_bias=False, rngs=rngs, **dtypes
-        )
-        rms_norm = functools.partial(nnx.RMSNorm, heads.dim, rngs=rngs, **dtypes)
-        self.query_ln = nnx.data(layer_norm() if kind == "layer" else None)
-        self.key_ln = nnx.data(layer_norm() if kind == "layer" else None)
-        self.query_norm = nnx.data(rms_norm() if kind == "rms" else None)
-        self.key_norm = nnx.data(rms_norm() if kind == "rms" else None)
+
+        def norm(of: str, metadata: Metadata) -> Any:
+            made: Any = None
+            if kind == of == "layer":
+                made = nnx.LayerNorm(
+                    heads.dim, use_bias=False, scale_metadata=metadata, rngs=rngs, **dtypes
+                )
+            elif kind == of:
+                made = nnx.RMSNorm(heads.dim, scale_metadata=metadata, rngs=rngs, **dtypes)
+            return nnx.data(made)
+
+        self.query_ln = norm("layer", query_ln_scale_metadata)
+        self.key_ln = norm("layer", key_ln_scale_metadata)
+        self.query_norm = norm("rms", query_ln_scale_metadata)
+        self.key_norm = norm("rms", key_ln_scale_metadata)
         self.sinks = nnx.data(
             nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype)) if use_sinks else None
         )
         self.out = linear(
             in_features=(heads.query, heads.dim),
-            out_features=in_features if out_features is None else out_features,
+            out_features=self.out_features,
             axis=(-2, -1),
             kernel_init=out_kernel_init or kernel_init,
             bias_init=out_bias_init or bias_init,
@@ -199,7 +212,7 @@ class MultiHeadAttention(nnx.Module):
           mask: bool or 0/1 array that broadcasts to (…, N, T, S), or a flashjax.masks term.
           bias, score_mod, segment_ids, query_seq_lengths, key_value_seq_lengths: as in
             ``flashjax.dot_product_attention``. While decoding, segment ids are a pair, (…, T) and
-            those of the cache's positions.
+            those of all positions.
           positions: for the rotary embedding, integers (T,) or (…, T), or a pair of those and the
             keys'. None counts from 0, while decoding from the tokens already written.
           is_causal, deterministic, decode: in place of what the layer was made with.
@@ -243,17 +256,26 @@ class MultiHeadAttention(nnx.Module):
         projected: Array = self.out(out, out_sharding=out_sharding)
         return projected
 
-    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = None) -> None:
+    def init_cache(
+        self, input_shape: tuple[int, ...], dtype: Any = None, *, sharding: Any = None
+    ) -> None:
         """An empty cache for texts of `input_shape` (…, longest text, features).
 
         Args:
           dtype: that of the keys and values; None for the layer's `dtype`, float32 without one.
+          sharding: of keys and values, (…, length, K, H); on an explicit mesh it must be that of
+            the projected keys (``qkv_sharding``).
+
+        Raises:
+          ValueError: `input_shape` is none.
         """
+        if not isinstance(input_shape, (tuple, list)) or len(input_shape) < 2:
+            raise ValueError(f"input_shape is {input_shape!r}; wanted (…, longest text, features).")
         dtype = dtype or self.dtype or jnp.float32
         length = cache_length(input_shape[-2], self.local_window_size)
         shape = (*input_shape[:-2], length, self.num_kv_heads, self.head_dim)
-        self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
-        self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
+        self.cached_key = nnx.Cache(jnp.zeros(shape, dtype, device=sharding))
+        self.cached_value = nnx.Cache(jnp.zeros(shape, dtype, device=sharding))
         self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
 
     def set_view(
@@ -274,7 +296,7 @@ class MultiHeadAttention(nnx.Module):
         if decode is not None:
             self.decode = decode
         if decode and batch_size is not None and max_length is not None:
-            batch = (batch_size,) if isinstance(batch_size, int) else batch_size
+            batch = tuple(batch_size) if isinstance(batch_size, (tuple, list)) else (batch_size,)
             self.init_cache((*batch, max_length, self.in_features))
 
     def _cache_variables(self) -> tuple[nnx.Cache[Array], ...]:

@@ -46,19 +46,15 @@ class Rotary:
     magnitude: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("base", "magnitude"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"Rotary({name}=…) is {value!r}; wanted a Python number.")
-            if not 0 < value < math.inf:
-                raise ValueError(f"Rotary({name}=…) is {value!r}; wanted a finite number > 0.")
-        if self.dims is not None and (
-            isinstance(self.dims, bool)
-            or not isinstance(self.dims, int)
-            or self.dims < 2
-            or self.dims % 2
+        _check_positive(self, "base", "magnitude")
+        dims: Any = self.dims
+        if dims is not None and (
+            isinstance(dims, bool)
+            or not isinstance(dims, (int, np.integer))
+            or dims < 2
+            or dims % 2
         ):
-            raise ValueError(f"Rotary(dims=…) is {self.dims!r}; wanted an even int >= 2, or None.")
+            raise ValueError(f"Rotary(dims=…) is {dims!r}; wanted an even int >= 2, or None.")
         if self.scaling is not None and not callable(self.scaling):
             raise TypeError(
                 f"Rotary(scaling=…) is {self.scaling!r}; wanted a function of the frequencies, "
@@ -85,6 +81,8 @@ class Rotary:
             raise ValueError(
                 f"Rotary(scaling=…) gave frequencies of shape {scaled.shape}; wanted {plain.shape}."
             )
+        if not np.isfinite(scaled).all():
+            raise ValueError(f"Rotary(scaling=…) gave {scaled}; wanted finite frequencies.")
         return scaled
 
     def __call__(self, x: Array, positions: Array) -> Array:
@@ -100,7 +98,9 @@ class Rotary:
         Raises:
           ValueError, TypeError: `positions` does not fit `x` or is not of integers.
         """
-        positions = jnp.asarray(positions)
+        x, positions = jnp.asarray(x), jnp.asarray(positions)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"x has dtype {x.dtype}; wanted floats.")
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise TypeError(f"positions has dtype {positions.dtype}; wanted integers.")
         if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
@@ -116,6 +116,15 @@ class Rotary:
         first, second = x[..., :half].astype(wide), x[..., half : 2 * half].astype(wide)
         turned = [first * cos - second * sin, second * cos + first * sin]
         return jnp.concatenate([*(t.astype(x.dtype) for t in turned), x[..., 2 * half :]], axis=-1)
+
+
+def _check_positive(self: Any, *names: str) -> None:
+    for name in names:
+        value, where = getattr(self, name), f"{type(self).__name__}({name}=…)"
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+            raise TypeError(f"{where} is {value!r}; wanted a Python number.")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{where} is {value!r}; wanted a finite number > 0.")
 
 
 def _angles(positions: jax.Array, frequencies: Frequencies, dtype: Any) -> jax.Array:
@@ -138,6 +147,9 @@ class Linear:
 
     factor: float
 
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor")
+
     def __call__(self, frequencies: Frequencies) -> Frequencies:
         return frequencies / self.factor
 
@@ -154,6 +166,14 @@ class Llama3:
     low_turns: float = 1.0
     high_turns: float = 4.0
     original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor", "low_turns", "high_turns", "original_length")
+        if self.low_turns >= self.high_turns:
+            raise ValueError(
+                f"Llama3(low_turns=…) is {self.low_turns} and high_turns {self.high_turns}; wanted "
+                "fewer."
+            )
 
     def __call__(self, frequencies: Frequencies) -> Frequencies:
         turns = self.original_length * frequencies / (2 * np.pi)
@@ -176,9 +196,15 @@ class Yarn:
     fast_turns: float = 32.0
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor", "original_length", "slow_turns", "fast_turns")
+
     def __call__(self, frequencies: Frequencies) -> Frequencies:
-        if frequencies.size < 2:
-            return frequencies / self.factor
+        if frequencies.size < 2 or frequencies[0] <= frequencies[1]:
+            raise ValueError(
+                "Yarn needs frequencies that fall from component to component; wanted "
+                "Rotary(base=…) above 1 and a head dim of 4 or more."
+            )
         step = math.log(frequencies[0] / frequencies[1])
 
         def component(turns: float) -> float:

@@ -57,9 +57,14 @@ class Place(NamedTuple):
     column: Any
     columns: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the call has every column of the sequence."""
+        return isinstance(self.column, int) and self.column == 0
+
     def columns_of(self, array: Any) -> Any:
         """The call's part of an array over all columns (last axis); 0 where it has none."""
-        if isinstance(self.column, int) and self.column == 0:
+        if self.is_whole:
             return array
         sides = [(0, 0)] * (array.ndim - 1) + [(self.columns, self.columns)]
         begin = self.column + self.columns
@@ -141,11 +146,23 @@ class Structure:
                 changed[field.name] = tuple(part.placed(place) for part in value)
             elif kind == "column" and isinstance(value, dict):
                 changed[field.name] = {n: place.columns_of(x) for n, x in value.items()}
-            elif not _is_static(value) and (
-                kind == "column" or (kind == "tile" and value.ndim and value.shape[-1] != 1)
+            elif kind in ("column", "tile") and not (
+                _is_static(value) or columns_in(value, kind) is None
             ):
                 changed[field.name] = place.columns_of(value)
         return replace(self, **changed)
+
+    def column_count(self) -> int | None:
+        """How many columns its arrays over columns have, the fewest; None where it has none."""
+        counts: list[int | None] = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, kind = getattr(self, field.name), field.metadata.get("kind")
+            if "nested" in field.metadata:
+                counts += [part.column_count() for part in value]
+            elif kind in ("column", "tile") and not _is_static(value):
+                arrays = value.values() if isinstance(value, dict) else [value]
+                counts += [columns_in(x, kind) for x in arrays]
+        return min((n for n in counts if n is not None), default=None)
 
     def _signature(self) -> tuple[Any, ...]:
         leaves, treedef = jax.tree.flatten(self)
@@ -300,6 +317,13 @@ def clipped(x: Any, low: int, high: int) -> Any:
         return min(max(x, low), high)
     info = jnp.iinfo(x.dtype)
     return jnp.clip(x, max(low, info.min), min(high, info.max)).astype(jnp.int32)
+
+
+def columns_in(array: Any, kind: Kind = "tile") -> int | None:
+    """How many columns an array over columns has; None where it is the same for all."""
+    if array.ndim == 0 or (kind == "tile" and array.shape[-1] == 1):
+        return None
+    return int(array.shape[-1])
 
 
 def moved(x: Any, by: Any) -> Any:

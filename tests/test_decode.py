@@ -1,5 +1,6 @@
 """A prompt, then one token at a time, over a KV cache: equal to the whole text at once."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -206,11 +207,105 @@ def test_mistakes_are_named() -> None:
         layer(x[:1, :3], decode=True)
     with pytest.raises(ValueError, match=r"decoding with 3 query and 5 key tokens"):
         layer(x[:, :3], x[:, :5], decode=True)
-    with pytest.raises(ValueError, match="while decoding; wanted the ids of the rows"):
+    with pytest.raises(ValueError, match="segment_ids is one array with a KV cache; wanted a pair"):
         layer(x[:, :3], segment_ids=np.zeros((BATCH, 3), np.int32), decode=True)
     layer.init_cache((BATCH, 40, WIDTH), jnp.bfloat16)
     with pytest.raises(ValueError, match="cached_key has dtype bfloat16 and this call's key float"):
         layer(x[:, :3], decode=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"is_causal": "no"}, "is_causal is 'no'; wanted True or False"),
+        ({"score_mod": abs}, "score_mod is a builtin_function_or_method; wanted a flashjax.scores"),
+        ({"mask": masks.Causal}, "mask is the class Causal; wanted a term"),
+        ({"mask": abs}, "mask is a function"),
+        ({"mask": -np.ones((1, 40))}, "values beside 0 and 1.* An additive mask"),
+        ({"mask": np.ones((1, 39), bool)}, r"mask has shape \(1, 39\)"),
+        ({"bias": np.ones((1, 39))}, r"bias has shape \(1, 39\)"),
+        ({"key_value_seq_lengths": np.ones(3, int)}, "key_value_seq_lengths has shape"),
+        ({"segment_ids": (np.zeros(3, int), None)}, r"segment_ids is \("),
+        ({"segment_ids": (np.zeros(3, int), np.zeros(39, int))}, r"segment_ids has shape \(39,\)"),
+        ({"segment_ids": [[0] * 3] * 2}, "segment_ids is a list"),
+    ],
+)
+def test_mistakes_are_named_as_without_a_cache(given: dict[str, Any], said: str) -> None:
+    layer, x = Setting().nnx(), text()
+    layer.init_cache((BATCH, 40, WIDTH))
+    with pytest.raises((TypeError, ValueError), match=said):
+        layer(x[:, :3], decode=True, **given)
+
+
+GIVEN: dict[str, Callable[[int], dict[str, Any]]] = {
+    "mask": lambda n: {"mask": np.ones((1, n), bool)},
+    "term": lambda n: {"mask": masks.Causal() & masks.Intervals(np.zeros(n, int), np.full(n, 99))},
+    "bias": lambda n: {"bias": np.zeros((1, 1, 1, n), np.float32)},
+    "segments": lambda n: {"segment_ids": (np.zeros(3, int), np.zeros(n, int))},
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_window_layer_wants_a_column_for_each_position(name: str) -> None:
+    """Not as many as its cache holds, nor as many as a call attends to."""
+    x = text()
+
+    def after(columns: int) -> tuple[Any, Any]:
+        layer = OPTIONS["window"].nnx()
+        layer.init_cache((BATCH, LONGEST, WIDTH))
+        layer(x[:, :20], decode=True)
+        return layer, GIVEN[name](columns)
+
+    layer, given = after(23)
+    np.testing.assert_allclose(layer(x[:, 20:23], decode=True, **given), layer_whole(x), atol=1e-5)
+    for columns in (6, 9, 22):
+        layer, given = after(columns)
+        with pytest.raises(ValueError, match=f"has {columns} columns and the text 23 tokens"):
+            layer(x[:, 20:23], decode=True, **given)
+        step = nnx.jit(lambda layer, x, given: layer(x, decode=True, **given))
+        assert np.isnan(step(layer, x[:, 20:23], given)).all()
+
+
+@functools.cache
+def _window_layer() -> Any:
+    return OPTIONS["window"].nnx()
+
+
+def layer_whole(x: Any) -> Any:
+    return _window_layer()(x)[:, 20:23]
+
+
+def test_linen_without_a_cache_says_so() -> None:
+    layer = OPTIONS["causal"].linen(decode=True)
+    x = text()
+    params = layer.init(jax.random.key(0), x)["params"]
+    with pytest.raises(ValueError, match=r'the variables hold no "cache".*layer.init'):
+        layer.apply({"params": params}, x[:, :3], mutable=["cache"])
+
+
+def test_tokens_are_taken_back() -> None:
+    """Speculative decoding: the count is set back, and what was written beyond it is hidden."""
+    layer, x = OPTIONS["causal"].nnx(), text()
+    layer.init_cache((BATCH, LONGEST, WIDTH))
+    layer(x[:, :10], decode=True)
+    layer.cache_index[...] = jnp.int32(7)
+    found = layer(x[:, 7:12], decode=True)
+    np.testing.assert_allclose(found, layer(x)[:, 7:12], atol=1e-5)
+
+
+def test_a_cache_on_an_explicit_mesh() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    layer, x = OPTIONS["causal"].nnx(), text()
+    wanted = layer(x)
+    with jax.set_mesh(mesh):
+        place = jax.NamedSharding(mesh, jax.P("data"))
+        layer.init_cache((BATCH, LONGEST, WIDTH), sharding=place)
+        x = jax.device_put(x, place)
+        found = [layer(x[:, a:b], decode=True) for a, b in ((0, 9), (9, 10), (10, LENGTH))]
+        assert layer.cached_key[...].sharding.spec[0] == "data"
+    np.testing.assert_allclose(
+        jnp.concatenate([np.asarray(o) for o in found], 1), wanted, atol=1e-5
+    )
 
 
 def test_what_a_view_sets() -> None:

@@ -225,6 +225,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"positions has shape \(28,\); wanted \(29,\) or \(2, 29\)",
     ),
     "three positions": ({"rotary": Rotary()}, {"positions": (1, 2, 3)}, "positions has 3 parts"),
+    "half a pair": ({"rotary": Rotary()}, {"positions": (1, None)}, "1 of them None"),
+    "rotary as a flag": ({"rotary": True}, {}, "rotary is True; wanted flashjax.Rotary"),
+    "a class for rotary": ({"rotary": Rotary}, {}, "rotary is Rotary; wanted flashjax.Rotary"),
+    "an additive mask": ({}, {"mask": np.full((29, 29), -1e9)}, "An additive mask"),
+    "a class for a mask": ({}, {"mask": masks.Causal}, "mask is the class Causal"),
+    "segment ids in a list": ({}, {"segment_ids": [[0] * 29] * 2}, "segment_ids is a list"),
+    "half a head": ({"num_kv_heads": 0.5}, {}, "num_kv_heads is 0.5; wanted an int >= 1"),
+    "no features": ({"qkv_features": -4}, {}, "qkv_features is -4; wanted an int >= 1"),
     "values without keys": ({}, {"inputs_v": text()}, "inputs_v is given and inputs_k is None"),
     "segment ids of floats": ({}, {"segment_ids": np.zeros((2, 29))}, "segment_ids has dtype"),
     "dropout undecided": ({"dropout_rate": 0.1}, {}, "deterministic"),
@@ -238,6 +246,20 @@ def test_mistakes_are_named(name: str) -> None:
         Setting(make).nnx()(text(), **call)
     with pytest.raises(Exception, match=said):
         Setting(make).linen().init(jax.random.key(0), text(), **call)
+
+
+def test_what_is_no_input_is_named() -> None:
+    for wrong in (None, np.zeros(3)):
+        with pytest.raises(TypeError, match=r"inputs_q is .*; wanted an array \(…, length, feat"):
+            Setting().nnx()(wrong)
+    with pytest.raises(ValueError, match="input_shape is 6; wanted"):
+        Setting().nnx().init_cache(6)
+
+
+def test_lists_of_positions_are_one_array() -> None:
+    layer, x = Setting({"rotary": Rotary()}).nnx(), text()[:, :2]
+    given = [[0, 1], [5, 7]]
+    np.testing.assert_array_equal(layer(x, positions=given), layer(x, positions=np.array(given)))
 
 
 def test_nnx_names_the_wrong_width() -> None:

@@ -138,11 +138,31 @@ def test_magnitude() -> None:
         ({"scaling": 4.0}, TypeError, r"Rotary\(scaling=…\) is 4.0"),
         ({"dims": 18}, ValueError, "turns 18 components of a head dim of 16"),
         ({"scaling": lambda f: f[1:]}, ValueError, r"gave frequencies of shape \(7,\)"),
+        ({"scaling": lambda f: f * math.nan}, ValueError, "wanted finite frequencies"),
+        ({"base": 1.0, "scaling": rotary.Yarn(4.0, 99)}, ValueError, "Yarn needs frequencies that"),
     ],
 )
 def test_mistakes_are_named(options: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         Rotary(**options)(jnp.ones((1, 3, 2, H)), jnp.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: rotary.Linear(0.0), r"Linear\(factor=…\) is 0.0; wanted a finite number > 0"),
+        (lambda: rotary.Llama3(low_turns=4.0), "low_turns=….* is 4.0 and high_turns 4.0"),
+        (lambda: rotary.Yarn(4.0, 0), r"Yarn\(original_length=…\) is 0"),
+    ],
+)
+def test_mistaken_scalings_are_named(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_only_floats_turn() -> None:
+    with pytest.raises(TypeError, match="x has dtype int32; wanted floats"):
+        Rotary()(jnp.ones((1, 3, 2, H), jnp.int32), jnp.arange(3))
 
 
 def test_equal_settings_are_equal() -> None:
