@@ -105,6 +105,17 @@ def norm_kind(normalize_qk: bool | str) -> str | None:
     return kinds[normalize_qk]
 
 
+def drops(dropout_rate: float) -> bool:
+    """Whether the layer drops weights where it is not deterministic.
+
+    Raises:
+      ValueError: the rate is none.
+    """
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate is {dropout_rate!r}; wanted 0 <= rate < 1.")
+    return dropout_rate > 0
+
+
 def window_of(size: Any) -> Window:
     """The layer's window as (left, right)."""
     return None if size is None else window_sides(size)

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from flashjax.adapter import attend_for_flax
 from flashjax.cache import KVCache, cache_length
-from flashjax.layer import Given, attend, heads_of, key_inputs, norm_kind, window_of
+from flashjax.layer import Given, attend, drops, heads_of, key_inputs, norm_kind, window_of
 from flashjax.rotary import Rotary
 
 
@@ -214,7 +214,7 @@ class MultiHeadAttention(nn.Module):
         return None if self.is_initializing() else KVCache(*(v.value for v in variables))
 
     def _dropout_key(self, deterministic: bool | None, dropout_rng: Any) -> Any:
-        if self.dropout_rate == 0.0:
+        if not drops(self.dropout_rate):
             return None
         if nn.merge_param("deterministic", self.deterministic, deterministic):
             return None

@@ -16,8 +16,9 @@ from jaxtyping import Array
 
 from flashjax.adapter import attend_for_flax
 from flashjax.cache import KVCache, cache_length
-from flashjax.layer import Given, attend, heads_of, key_inputs, norm_kind, window_of
+from flashjax.layer import Given, attend, drops, heads_of, key_inputs, norm_kind, window_of
 from flashjax.rotary import Rotary
+from flashjax.structure import describe
 
 Metadata = Mapping[str, Any]
 NO_METADATA: Metadata = MappingProxyType({})
@@ -310,7 +311,7 @@ class MultiHeadAttention(nnx.Module):
     def _dropout_key(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
     ) -> Any:
-        if self.dropout_rate == 0.0:
+        if not drops(self.dropout_rate):
             return None
         if deterministic is None:
             deterministic = self.deterministic
@@ -326,6 +327,11 @@ class MultiHeadAttention(nnx.Module):
             raise ValueError(
                 "rngs is None, and the layer was made with keep_rngs=False; wanted "
                 "rngs=nnx.Rngs(dropout=seed) at the call."
+            )
+        if not isinstance(stream, (nnx.Rngs, nnx.RngStream)):
+            raise TypeError(
+                f"rngs is {describe(stream)}; wanted nnx.Rngs or one of its streams. Of a key write "
+                "nnx.Rngs(dropout=key)."
             )
         return stream.dropout() if isinstance(stream, nnx.Rngs) else stream()
 

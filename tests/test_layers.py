@@ -235,6 +235,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no features": ({"qkv_features": -4}, {}, "qkv_features is -4; wanted an int >= 1"),
     "values without keys": ({}, {"inputs_v": text()}, "inputs_v is given and inputs_k is None"),
     "segment ids of floats": ({}, {"segment_ids": np.zeros((2, 29))}, "segment_ids has dtype"),
+    "dropout below 0": ({"dropout_rate": -0.1}, {}, "dropout_rate is -0.1; wanted 0 <= rate < 1"),
     "dropout undecided": ({"dropout_rate": 0.1}, {}, "deterministic"),
 }
 
@@ -271,6 +272,8 @@ def test_nnx_says_where_dropout_keys_come_from() -> None:
     layer = Setting({"dropout_rate": 0.1, "keep_rngs": False}).nnx()
     with pytest.raises(ValueError, match=r"rngs is None.*rngs=nnx.Rngs\(dropout=seed\)"):
         layer(text(), deterministic=False)
+    with pytest.raises(TypeError, match=r"rngs is key.*; wanted nnx.Rngs"):
+        layer(text(), deterministic=False, rngs=jax.random.key(0))
 
 
 def test_a_mask_of_zeros_and_ones_is_taken_as_flax_does() -> None:
