@@ -330,7 +330,7 @@ class MultiHeadAttention(nnx.Module):
             )
         if not isinstance(stream, (nnx.Rngs, nnx.RngStream)):
             raise TypeError(
-                f"rngs is {describe(stream)}; wanted nnx.Rngs or one of its streams. Of a key write "
+                f"rngs is {describe(stream)}; wanted nnx.Rngs or one of its streams, for a key "
                 "nnx.Rngs(dropout=key)."
             )
         return stream.dropout() if isinstance(stream, nnx.Rngs) else stream()
