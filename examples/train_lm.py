@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     add("--implementation", choices=IMPLEMENTATIONS, help="of attention; default: the best here")
     add("--checkpoint-every", type=int, metavar="STEPS", help="steps from checkpoint to checkpoint")
     add("--profile", action="store_true", help="write a trace of a few steps to OUT/profile")
-    add("--no-progress", action="store_true", help="no progress bar")
+    add(
+        "--no-progress", action="store_true", help="no progress bar, as where stderr is no terminal"
+    )
     return result
 
 
@@ -96,7 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def not_of_a_closed_loop(told: "sys.UnraisableHookArgs") -> None:
+    """Where a checkpoint cannot be written, Tensorstore's threads find Orbax's event loop closed:
+    a traceback for each array, of no use beside the error itself."""
+    if str(told.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(told)
+
+
 if __name__ == "__main__":
-    # Lines come as they are made, also into a file or a pipe.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.unraisablehook = not_of_a_closed_loop
+    # Lines come as they are made, also into a file or a pipe, and whatever its encoding.
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
     sys.exit(main())

@@ -1,6 +1,7 @@
 """The language model's data: documents, their split, the packer, the entropies."""
 
 import math
+import os
 import sysconfig
 from pathlib import Path
 
@@ -172,7 +173,7 @@ def test_a_directorys_own_files_make_one_document() -> None:
 
 
 def test_the_standard_library_is_read_by_default() -> None:
-    files = load_files(None)
+    files, _ = load_files(None)
     stdlib = Path(sysconfig.get_path("stdlib"))
     for name in ["argparse.py", "json/decoder.py"]:
         assert TextFile(name, (stdlib / name).read_bytes()) in files
@@ -187,7 +188,7 @@ def test_what_was_installed_into_the_standard_library_is_passed_over(
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
-    assert [file.name for file in load_files(None)] == ["json/a.py", "z.py"]
+    assert [file.name for file in load_files(None).files] == ["json/a.py", "z.py"]
 
 
 def test_files_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
@@ -197,9 +198,35 @@ def test_files_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "binary.bin").write_bytes(b"\x00\x01")
     (tmp_path / "empty.txt").write_bytes(b"")
     both = [TextFile("a.txt", b"eins"), TextFile("b.txt", "zwölf".encode())]
-    assert load_files(str(tmp_path)) == both
-    assert load_files(str(tmp_path / "*.txt")) == both
-    assert load_files(str(tmp_path / "a.txt")) == both[:1]
+    assert load_files(str(tmp_path)) == (both, 3)
+    assert load_files(str(tmp_path / "*.txt")) == (both, 2)
+    assert load_files(str(tmp_path / "a.txt")) == (both[:1], 0)
+
+
+@pytest.mark.parametrize("data", [".", "**", "{tmp}"])
+def test_what_the_run_itself_writes_is_no_text(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = Path("runs/tiny")
+    (out / "checkpoints").mkdir(parents=True)
+    for name in ("a.txt", out / "metrics.csv", out / "log", out / "checkpoints" / "config.json"):
+        Path(name).write_text("text")
+    wanted = [TextFile("a.txt", b"text")]
+    assert load_files(data.format(tmp=tmp_path), out) == (wanted, 0)
+    # Where all lies in OUT, only what is known to be the run's is.
+    (out / "metrics.csv").rename("metrics.csv")
+    assert load_files("a.txt", Path()) == (wanted, 0)
+    assert [file.name for file in load_files(".", Path()).files] == [
+        "a.txt",
+        "runs/tiny/checkpoints/config.json",
+        "runs/tiny/log",
+    ]
+
+
+def test_a_file_name_may_be_any_bytes() -> None:
+    files = [TextFile(os.fsdecode(b"\xff.txt"), b"1")]
+    assert make_documents(files, "directory") == [b"==> \xff.txt <==\n1\n"]
 
 
 def test_entropy_of_a_hand_made_example() -> None:

@@ -4,6 +4,9 @@ import csv
 import dataclasses
 import os
 import random
+import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,13 +97,22 @@ def flags_for(texts: Path, out: Path) -> list[str]:
 class Run:
     """A run to its end, or to the step at which it is interrupted: its batches and its metrics."""
 
-    def __init__(self, texts: Path, out: Path, *flags: str, stop: int | None = None) -> None:
+    def __init__(
+        self,
+        texts: Path,
+        out: Path,
+        *flags: str,
+        stop: int | None = None,
+        signalled: int | None = None,
+    ) -> None:
         self.batches: dict[int, Batch] = {}
         whole = PackedRows.train_batch
 
         def train_batch(rows: PackedRows, step: int, size: int, seed: int) -> Batch:
             if step == stop:
                 raise KeyboardInterrupt
+            if step == signalled:
+                signal.raise_signal(signal.SIGINT)
             self.batches[step] = whole(rows, step, size, seed)
             return self.batches[step]
 
@@ -170,6 +182,39 @@ def test_restart_discards_a_run_and_the_seed_alone_decides_the_next(
     assert again.losses == other.losses
 
 
+def test_an_interrupted_run_keeps_the_steps_to_the_next_row(
+    unbroken: Run, texts: Path, tmp_path: Path
+) -> None:
+    broken = Run(texts, tmp_path, signalled=8)
+    assert (broken.status, max(broken.batches)) == (130, 9)
+    assert (tmp_path / "checkpoints" / "10").is_dir()
+    resumed = Run(texts, tmp_path)
+    assert min(resumed.batches) == 10
+    assert resumed.losses == unbroken.losses
+
+
+def test_a_run_that_ended_before_its_sample_goes_on_to_it(
+    unbroken: Run, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm.train.print_sample", interrupted)
+        assert Run(texts, tmp_path).status == 130
+    verdict = re.findall(r"^validation loss .*", capsys.readouterr().out, re.MULTILINE)[-1]
+    resumed = Run(texts, tmp_path)
+    printed = capsys.readouterr().out
+    assert "reached step 20 of 20: going on from there\n" in printed
+    assert f"{verdict}\nprompt, from" in printed
+    assert resumed.batches == {}
+    assert resumed.losses == unbroken.losses
+    with Checkpoints(tmp_path, {}, restart=False) as checkpoints:
+        assert (
+            checkpoints.note == f"{tmp_path} holds a run that reached step 20 of 20: starting anew"
+        )
+
+
 SETTINGS = {"preset": "tiny", "steps": 20, "layers": 1, "checkpoint_every": 4, "text": "0123"}
 
 
@@ -222,6 +267,69 @@ def test_a_half_written_checkpoint_is_passed_over_and_written_again(checkpoints_
         assert checkpoints.begin(start).rows == rows
 
 
+# Tensorstore's threads drop futures of errors that were told already.
+told_already = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@told_already
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: shutil.rmtree(path / "state"),
+        lambda path: shutil.rmtree(path / "rows"),
+        lambda path: (path / "rows" / "metadata").write_text("[]"),
+        lambda path: cut(path / "rows" / "metadata"),
+        lambda path: cut(path / "state" / "manifest.ocdbt"),
+        lambda path: cut(next((path / "state" / "d").iterdir())),
+    ],
+    ids=["no state", "no rows", "empty rows", "cut rows", "cut manifest", "cut state"],
+)
+def test_a_damaged_checkpoint_costs_its_own_steps_alone(
+    damage: Callable[[Path], Any], checkpoints_of_8: Path
+) -> None:
+    path = checkpoints_of_8 / "checkpoints"
+    damage(path / "8")
+    with Checkpoints(checkpoints_of_8, SETTINGS, restart=False) as checkpoints:
+        progress = checkpoints.begin(start)
+        assert (progress.step, checkpoints.step) == (6, 6)
+        note = "cannot read the checkpoint of step 8: going on from step 6"
+        assert checkpoints.note == f"{checkpoints_of_8}: {note}"
+        checkpoints.save(Progress(progress.state, [*progress.rows, row_of(8)]))
+    for step in ("6", "8"):
+        damage(path / step)
+    with (
+        Checkpoints(checkpoints_of_8, SETTINGS, restart=False) as checkpoints,
+        pytest.raises(InputError, match=f"no checkpoint in {path} can be read .*--restart"),
+    ):
+        checkpoints.begin(start)
+    assert {entry.name for entry in path.iterdir() if entry.is_dir()} == {"6", "8"}
+
+
+@told_already
+def test_a_write_that_fails_is_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    array = np.random.default_rng(0).random(100_000)
+    state = TrainState(jnp.zeros((), jnp.int32), array, None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(tmp_path, SETTINGS, restart=False) as checkpoints:
+        checkpoints.begin(start)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            checkpoints.save(Progress(state, [row_of(1)]))
+            with pytest.raises(InputError) as raised:
+                checkpoints.finish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = f"--out {tmp_path}: cannot write there (File too large); mend that or name another --out"
+    assert str(raised.value) == said
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -229,7 +337,7 @@ def test_a_half_written_checkpoint_is_passed_over_and_written_again(checkpoints_
         ({"layers": 2}, ": layers 1; give these"),
         ({"text": "4567"}, ": --data of other text; give these"),
         ({"preset": "long", "layers": 9}, ": --preset tiny; give these"),
-        ({"new": 1}, ": new None; give these"),
+        ({"new": 1}, "made by another version of this script; give --restart"),
         ({"checkpoint_every": 5}, None),
     ],
     ids=str,
@@ -250,11 +358,15 @@ def test_only_a_run_of_the_same_settings_goes_on(
             assert checkpoints.step == 8
 
 
-@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_text("{")])
+@pytest.mark.parametrize("text", [None, "{", "{}", "[]"])
 def test_checkpoints_of_unknown_settings_are_not_touched(
-    spoil: Callable[[Path], None], checkpoints_of_8: Path
+    text: str | None, checkpoints_of_8: Path
 ) -> None:
-    spoil(checkpoints_of_8 / "checkpoints" / "config.json")
+    path = checkpoints_of_8 / "checkpoints" / "config.json"
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
     for restart in (False, True):
         with pytest.raises(InputError, match=r"config\.json cannot be read"):
             Checkpoints(checkpoints_of_8, SETTINGS, restart=restart)

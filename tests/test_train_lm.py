@@ -29,9 +29,11 @@ from lm.cost import (
     peak_memory,
     work_of,
 )
+from lm.guard import locked
 from lm.metrics import Row
 from lm.model import LanguageModel
 from lm.packing import VOCABULARY, Batch, pack
+from lm.report import printable_lines, progress_bar
 from lm.step import LossSum, TrainState, loss_sum, make_program, summed_gradients
 from lm.train import Compiled, train_steps
 from tests.test_remat import FORWARD, products
@@ -82,9 +84,14 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("small_preset")
 def test_a_short_run_leaves_its_numbers_and_its_plot(
-    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    texts: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "new" / "run"
+    (texts / "empty.txt").touch()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["--data", str(texts), "--out", str(out), "--profile"]) == 0
     with (out / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -96,9 +103,12 @@ def test_a_short_run_leaves_its_numbers_and_its_plot(
     assert 0 < int(rows[-1]["tokens"]) <= 3 * SMALL.tokens_per_step
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
-    last = printed.out.splitlines()[-1]
-    assert last.startswith("validation loss ")
-    assert " >= order-1 entropy " in last
+    verdict = re.search(r"^validation loss .* >= order-1 entropy ", printed.out, re.MULTILINE)
+    assert verdict
+    *_, sample = printed.out[verdict.end() :].partition("\nsample:\n")
+    assert all(line.startswith(("  | ", "  (empty)")) for line in sample.splitlines())
+    assert sample.replace("\n", "").replace("\t", "").isprintable()
+    assert "; 1 files passed over (empty or no UTF-8 text)\n" in printed.out
     assert "flashjax attention: " in printed.out
     assert re.search(r"tokens/s, [0-9.]+ GFLOP/s, [0-9.]+ GB", printed.err)
     trace = re.search(r"wrote a trace of steps 2 to 3 below (\S+):", printed.out)
@@ -127,6 +137,7 @@ def test_a_short_run_leaves_its_numbers_and_its_plot(
         (["--data", "{tmp}/binary"], "none of its 1 files is non-empty UTF-8 text"),
         (["--data", "{tmp}/text", "--out", "{tmp}/binary"], "cannot write there"),
         (["--data", "{tmp}/short"], "one text of 5 bytes"),
+        (["--data", "{tmp}/few"], "the train split has 5 tokens, less than the shortest row of 16"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -136,6 +147,9 @@ def test_a_mistake_is_told_in_one_line(
     (tmp_path / "empty").mkdir()
     (tmp_path / "binary").write_bytes(b"\x00\x01")
     (tmp_path / "short").write_bytes(b"short")
+    (tmp_path / "few").mkdir()
+    for name in ("a", "bc"):
+        (tmp_path / "few" / name).write_text(name * 2)
     (tmp_path / "text").write_bytes(b"long enough\n" * 100)
     given = ["--out", str(tmp_path / "out"), *(flag.format(tmp=tmp_path) for flag in flags)]
     assert main(given) == 2
@@ -174,13 +188,42 @@ def test_a_step_that_does_not_fit_is_told_in_one_line_and_costs_no_earlier_run(
     with Checkpoints(tmp_path, {"steps": 1}, restart=False) as checkpoints:
         state, _ = checkpoints.begin(lambda: TrainState(jnp.zeros(()), None, None))
         checkpoints.save(Progress(state, [Row(1, 1, 1.0, None, 1.0, 1.0, None, 1.0, 1.0)]))
+        checkpoints.finish()
     assert main(["--data", str(texts), "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
+    printed = capsys.readouterr()
+    assert "starting anew" not in printed.out
+    assert printed.err == (
         "train_lm: a step takes 0.0 GB, more than the 0.0 GB there are; lower --batch (it is 2) "
         "and raise --accumulate as much, or set --remat attention (it is none), or lower --length "
         "(it is 64)\n"
     )
     assert (tmp_path / "checkpoints" / "1").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (b"", ["(empty)"]),
+        (b"one\r\n\n\ttwo\n", ["| one", "| ", "| \ttwo"]),
+        (b"\0 \x1b[2J \xff \x0b \xc2\x85", ["| \\x00 \\x1b[2J \ufffd \\x0b \\x85"]),
+    ],
+)
+def test_a_sample_cannot_command_the_terminal(text: bytes, lines: list[str]) -> None:
+    assert printable_lines(text) == lines
+
+
+def test_a_bar_is_drawn_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with progress_bar(SMALL, 0, True) as bar:
+            assert bar.disable != terminal
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(InputError, match="another run is at work"):
+        locked(tmp_path).__enter__()
+    with locked(tmp_path):
+        pass
 
 
 def test_a_loss_that_is_no_number_stops_the_run() -> None:

@@ -7,6 +7,13 @@ IMPLEMENTATIONS = ("mosaic", "triton", "xla", "reference", "cudnn")
 DTYPES = ("float32", "bfloat16")
 DOCUMENTS = ("file", "directory")
 REMATS = ("none", "attention", "block")  # each saves more memory and repeats more
+# What a run writes in OUT.
+CHECKPOINTS = "checkpoints"
+CSV_NAME = "metrics.csv"
+PLOT_NAME = "loss.png"
+PROFILE = "profile"
+LOCK = ".lock"
+WRITTEN = (CHECKPOINTS, CSV_NAME, PLOT_NAME, PROFILE, LOCK)
 # The fields that train_lm takes as flags.
 FLAGS = (
     "preset",
@@ -22,6 +29,9 @@ FLAGS = (
     "implementation",
     "checkpoint_every",
 )
+
+
+LEAST_LENGTH = 16  # tokens a row
 
 
 class InputError(Exception):
@@ -90,7 +100,7 @@ class Config:
             "steps": 1,
             "batch": 1,
             "accumulate": 1,
-            "length": 16,
+            "length": LEAST_LENGTH,
             "seed": 0,
             "checkpoint_every": 1,
         }

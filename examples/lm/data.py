@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.config import InputError
+from lm.config import WRITTEN, InputError
 
 VALIDATION_SHARE = 0.05
 # A lone file is cut in two; below this a part would be too short to say anything.
@@ -36,13 +36,23 @@ class Split(NamedTuple):
     validation: list[TextFile]
 
 
-def load_files(data: str | None) -> list[TextFile]:
+class Found(NamedTuple):
+    """The text files, and how many others there were."""
+
+    files: list[TextFile]
+    passed_over: int
+
+
+def load_files(data: str | None, out: Path | None = None) -> Found:
     """The text files that `--data` names (the standard library's when None), in sorted order.
 
     `data` is a file, a directory (every file below it) or a glob. Files that are empty or are not
-    UTF-8 text are passed over; it is an InputError if none is left.
+    UTF-8 text are passed over; it is an InputError if none is left. What lies in `out` is the run's
+    own and no text, even if it lies in `data`.
     """
     paths = _standard_library() if data is None else _paths(data)
+    if out is not None:
+        paths = _without(out.resolve(), paths)
     parents = [str(path.parent) for path in paths]
     root = os.path.commonpath(parents) if parents else ""
     files = []
@@ -55,7 +65,7 @@ def load_files(data: str | None) -> list[TextFile]:
             f"--data {data or 'standard library'}: none of its {len(paths)} files is non-empty "
             "UTF-8 text; give a text file, a directory of them or a glob"
         )
-    return files
+    return Found(files, len(paths) - len(files))
 
 
 def make_documents(files: Sequence[TextFile], kind: str) -> list[bytes]:
@@ -66,7 +76,7 @@ def make_documents(files: Sequence[TextFile], kind: str) -> list[bytes]:
     directories: dict[str, list[bytes]] = {}
     for file in files:
         # As `head` and `tail` announce the files that they print.
-        entry = b"==> %b <==\n%b\n" % (file.name.encode(), file.text)
+        entry = b"==> %b <==\n%b\n" % (os.fsencode(file.name), file.text)
         directories.setdefault(os.path.dirname(file.name), []).append(entry)
     return [b"".join(entries) for entries in directories.values()]
 
@@ -140,6 +150,15 @@ def _paths(data: str) -> list[Path]:
     if path.exists():
         raise InputError(f"--data {data}: neither a regular file nor a directory")
     raise InputError(f"--data {data}: no such file or directory")
+
+
+def _without(out: Path, paths: list[Path]) -> list[Path]:
+    """The paths outside of `out`; where all are inside, those that no run writes."""
+    inside = {path: path.resolve() for path in paths}
+    inside = {path: whole for path, whole in inside.items() if whole.is_relative_to(out)}
+    if len(inside) < len(paths):
+        return [path for path in paths if path not in inside]
+    return [path for path in paths if inside[path].relative_to(out).parts[0] not in WRITTEN]
 
 
 def _read(path: Path) -> bytes:

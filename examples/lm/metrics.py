@@ -1,17 +1,15 @@
 """What a run leaves behind: `metrics.csv`, a row per logged step, and `loss.png`."""
 
+import contextlib
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from lm.config import InputError
+from lm.config import CSV_NAME, PLOT_NAME, InputError
 from lm.entropy import Entropy
-
-CSV_NAME = "metrics.csv"
-PLOT_NAME = "loss.png"
 
 
 class Row(NamedTuple):
@@ -49,14 +47,12 @@ class Metrics:
     def __init__(self, out: Path, rows: Sequence[Row] = ()) -> None:
         self.out = out
         self.rows: list[Row] = []
-        try:
+        with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             # A row is a line: an interrupted run must not lose those still in a buffer.
             self._file = (out / CSV_NAME).open("w", buffering=1, newline="", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(out, error) from error
-        self._writer = csv.writer(self._file)
-        self._writer.writerow(Row._fields)
+            self._writer = csv.writer(self._file)
+            self._writer.writerow(Row._fields)
         for row in rows:
             self.add(row)
 
@@ -70,22 +66,34 @@ class Metrics:
             time=round(row.time, 2),
         )
         # Losses stay whole: a resumed run's are those of an unbroken one to the bit.
-        self._writer.writerow(rounded)
+        with writing(self.out):
+            self._writer.writerow(rounded)
 
     def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        with writing(self.out):
+            self._file.close()
 
     def plot(self, entropy: Entropy) -> None:
         """Draws the rows so far."""
         if self.rows:
-            _plot(self.rows, entropy).savefig(self.out / PLOT_NAME, dpi=120)
+            with writing(self.out):
+                _plot(self.rows, entropy).savefig(self.out / PLOT_NAME, dpi=120)
 
 
-def cannot_write(out: Path, error: OSError) -> InputError:
-    return InputError(f"--out {out}: cannot write there ({error.strerror}); name another directory")
+@contextlib.contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Makes a failure to write in `out` an InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(out, error.strerror or str(error)) from error
+
+
+def cannot_write(out: Path, cause: str) -> InputError:
+    return InputError(f"--out {out}: cannot write there ({cause}); mend that or name another --out")
 
 
 def _plot(rows: list[Row], entropy: Entropy) -> Figure:

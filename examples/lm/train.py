@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import math
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 import flashjax
 from lm.checkpoint import Checkpoints, Progress
-from lm.config import REMATS, Config, InputError
+from lm.config import CSV_NAME, LEAST_LENGTH, PLOT_NAME, PROFILE, REMATS, Config, InputError
 from lm.cost import (
     Work,
     device_memory,
@@ -31,12 +29,11 @@ from lm.cost import (
 )
 from lm.data import load_files, make_documents, split_files
 from lm.entropy import Entropy, byte_entropy
-from lm.generate import generate
-from lm.metrics import CSV_NAME, PLOT_NAME, Metrics, Row
-from lm.packing import END, Batch, PackedRows, pack
+from lm.guard import deferred_interrupt, locked
+from lm.metrics import Metrics, Row
+from lm.packing import Batch, PackedRows, pack
+from lm.report import print_sample, print_verdict, progress_bar, show
 from lm.step import LossSum, Program, TrainState, make_program
-
-PROFILE = "profile"
 
 
 class Data(NamedTuple):
@@ -56,12 +53,14 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Record:
-    """Where a run leaves what it did; `trace` is the directory of its profile, if one is wanted."""
+    """Where a run leaves what it did; `trace` is the directory of its profile, if one is wanted.
+    `interrupted` says whether it should end at the next row."""
 
     metrics: Metrics
     checkpoints: Checkpoints
     bar: tqdm
     trace: Path | None
+    interrupted: Callable[[], bool]
 
 
 def run(
@@ -75,37 +74,46 @@ def run(
 ) -> TrainState:
     """Trains, or goes on with what `out` holds of this run; leaves metrics and checkpoints in
     `out`, prints as it goes, returns the last state."""
-    text = read_data(config, data)
+    text = read_data(config, data, out)
     attention = describe_attention(config)
     settings = dataclasses.asdict(config) | {"text": fingerprint(text)}
     program = make_program(config)
     # Opened last: a mistake must not cost the user what the run before left.
-    with Checkpoints(out, settings, restart=restart) as checkpoints:
+    with locked(out), Checkpoints(out, settings, restart=restart) as checkpoints:
         print(f"data: {text.description}")
         print(attention)
-        if checkpoints.note:
-            print(checkpoints.note)
         compiled = compile_program(config, program, text.train)
         begun = checkpoints.begin(program.start)
+        if checkpoints.note:
+            print(checkpoints.note)
         with (
             Metrics(out, begun.rows) as metrics,
             progress_bar(config, begun.step, progress) as bar,
+            deferred_interrupt() as interrupted,
         ):
-            record = Record(metrics, checkpoints, bar, out / PROFILE if profile else None)
+            trace = out / PROFILE if profile else None
+            record = Record(metrics, checkpoints, bar, trace, interrupted)
             try:
                 state, loss = train_loop(config, text, begun.state, compiled, record)
             finally:
                 metrics.plot(text.entropy)
-    print(f"wrote {out / CSV_NAME} and {out / PLOT_NAME}")
-    print_verdict(loss, text.entropy)
-    print_sample(config, state, text.validation)
+        print(f"wrote {out / CSV_NAME} and {out / PLOT_NAME}")
+        print_verdict(loss, text.entropy)
+        print_sample(config, state, text.validation)
+        checkpoints.finish()
     return state
 
 
-def read_data(config: Config, data: str | None) -> Data:
-    split = split_files(load_files(data))
+def read_data(config: Config, data: str | None, out: Path) -> Data:
+    found = load_files(data, out)
+    split = split_files(found.files)
     train, validation = (make_documents(files, config.documents) for files in split)
     available = sum(len(document) + 1 for document in train)
+    if available < LEAST_LENGTH:
+        raise InputError(
+            f"--data: the train split has {available} tokens, less than the shortest row of "
+            f"{LEAST_LENGTH}; give more text"
+        )
     if config.length > available:
         raise InputError(
             f"--length {config.length} is more than all of the train split's {available} tokens; "
@@ -118,6 +126,8 @@ def read_data(config: Config, data: str | None) -> Data:
     ]
     source = data or f"standard library of Python {platform.python_version()}"
     description = f"{source}: train {sides[0]}; validation {sides[1]}; {config.length} tokens a row"
+    if found.passed_over:
+        description += f"; {found.passed_over} files passed over (empty or no UTF-8 text)"
     return Data(*rows, byte_entropy(rows[0].tokens), description)
 
 
@@ -195,7 +205,6 @@ def train_loop(
     """
     rows = record.metrics.rows
     begin = time.perf_counter() - (rows[-1].time if rows else 0.0)
-    validation_loss = None
     for steps in intervals(config, rows[-1].step if rows else 0):
         with traced(config, steps, record):
             state, interval = train_steps(config, text.train, state, compiled, steps)
@@ -214,11 +223,15 @@ def train_loop(
             **speeds(config, state.params, interval),
         )
         record.metrics.add(row)
-        if due(config.checkpoint_every, steps, config):
+        stop = record.interrupted()
+        if stop or due(config.checkpoint_every, steps, config):
             record.checkpoints.save(Progress(state, rows))
         show(record.bar, row, len(steps))
-    assert validation_loss is not None
-    return state, validation_loss
+        if stop:
+            raise KeyboardInterrupt
+    loss = rows[-1].validation_loss
+    assert loss is not None
+    return state, loss
 
 
 def intervals(config: Config, begin: int) -> Iterator[range]:
@@ -296,48 +309,3 @@ def mean_loss(sums: Sequence[LossSum]) -> float:
     """Nats per byte over several batches."""
     nats = sum(float(part.nats) for part in sums)
     return nats / max(sum(int(part.bytes) for part in sums), 1)
-
-
-def print_verdict(loss: float, entropy: Entropy) -> None:
-    sign = "<" if loss < entropy.order1 else ">="
-    print(f"validation loss: {loss:.3f} nats/byte")
-    print(
-        f"train split's byte entropy: order 0 {entropy.order0:.3f}, "
-        f"order 1 {entropy.order1:.3f} nats/byte"
-    )
-    print(f"validation loss {loss:.2f} {sign} order-1 entropy {entropy.order1:.2f} nats/byte")
-
-
-def print_sample(config: Config, state: TrainState, rows: PackedRows) -> None:
-    """How the model goes on with the first text that it was not trained on."""
-    ends = np.flatnonzero(rows.tokens == END)
-    prompt, sample = generate(
-        config, state.params, rows.tokens[: min(config.prompt, ends[0])], config.sample
-    )
-    for name, text in (("prompt, from the validation split", prompt), ("sample", sample)):
-        print(f"{name}:")
-        lines = text.decode("utf-8", errors="replace").splitlines()
-        print("\n".join(f"  | {line}" for line in lines))
-
-
-def progress_bar(config: Config, begin: int, shown: bool) -> tqdm:
-    # In a log file, where the bar cannot overwrite itself, it is drawn seldom.
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(
-        total=config.steps,
-        initial=begin,
-        unit="step",
-        desc=config.preset,
-        disable=not shown,
-        mininterval=interval,
-    )
-
-
-def show(bar: tqdm, row: Row, steps: int) -> None:
-    bar.set_postfix_str(f"loss {row.train_loss:.3f}, {row.speed()}", refresh=False)
-    bar.update(steps)
-    if row.validation_loss is not None:
-        bar.write(
-            f"step {row.step}: loss {row.train_loss:.3f}, validation {row.validation_loss:.3f} "
-            f"nats/byte, {row.speed()}, {row.time:.0f} s"
-        )
