@@ -97,6 +97,7 @@ def test_a_tutorial_runs(path, tmp_path):
         "PYTHONPATH": str(ROOT),
         # They compile much and run little: 45 % less time to compile than at level 1.
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     done = subprocess.run(
         [sys.executable, "-W", "error", str(path)],
@@ -169,6 +170,16 @@ def readme_names() -> dict[str, object]:
     }
 
 
+@pytest.fixture
+def quick_compiles():
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.mark.usefixtures("quick_compiles")
 def test_readme_runs():
     """All blocks in one namespace, and each mask that they name fits a call."""
     names = readme_names()

@@ -22,8 +22,13 @@ NORMAL = nn.initializers.normal(1.0)
 
 @pytest.fixture(autouse=True)
 def x64() -> Iterator[None]:
+    # Nearly all of these tests' time is XLA's; what is computed is tiny.
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
     with jax.enable_x64(True):
         yield
+    jax.config.update(name, before)
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -77,7 +82,6 @@ def test_linen(name: str) -> None:
 # of size 4. What is missing a term is wrong by 0.01 or more.
 NEAR = {"rtol": 0, "atol": 4e-6}
 NNX: dict[str, dict[str, Any]] = {
-    "defaults": {},
     "sizes": {"qkv_features": 32, "out_features": 5},
     "other inputs for keys": {"in_kv_features": 7},
     "grouped heads": {"num_kv_heads": 2},

@@ -70,6 +70,8 @@ def small_and_quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = {name: jax.config.values[name] for name in options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny", SMALL)
+        # tests/test_train_lm.py has the sample; here it would be compiled again for each run.
+        patch.setattr("lm.train.print_sample", lambda *_: print("prompt, from no model"))
         _configure(options)
         yield
     _configure(before)

@@ -31,7 +31,7 @@ from lm.cost import (
 )
 from lm.guard import locked
 from lm.metrics import Row
-from lm.model import LanguageModel
+from lm.model import LanguageModel, graph_of
 from lm.packing import VOCABULARY, Batch, pack
 from lm.report import printable_lines, progress_bar
 from lm.step import LossSum, TrainState, loss_sum, make_program, summed_gradients
@@ -54,6 +54,8 @@ SMALL = dataclasses.replace(
     evaluate_every=2,
     evaluation_rows=2,
     final_evaluation_rows=4,
+    prompt=8,
+    sample=12,
 )
 
 
@@ -348,6 +350,20 @@ def assert_near(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
     jax.tree.map(check, found, wanted)
+
+
+def test_decoding_gives_the_logits_of_the_whole_text() -> None:
+    """Two layers of which each has a cache of its own; a prompt, then a token at a time."""
+    config = dataclasses.replace(SMALL, layers=2)
+    params = jax.jit(make_program(config).start)().params
+    model = nnx.merge(graph_of(config), params)
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 12))
+    wanted = model(tokens, np.zeros((2, 12), np.int32), np.broadcast_to(np.arange(12), (2, 12)))
+    model.init_cache(2, 16)
+    step = nnx.jit(lambda model, tokens: model.decode(tokens))
+    parts = [(0, 9), *((t, t + 1) for t in range(9, 12))]
+    found = jnp.concatenate([step(model, tokens[:, a:b]) for a, b in parts], axis=1)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 PACKED = pack([b"a few documents, of sizes that differ: %d" % i * i for i in range(1, 9)], 64)
