@@ -120,7 +120,7 @@ def flag_name(field: str) -> str:
 
 
 PRESETS = {
-    # For two CPU cores: 157 CPU seconds in all, to 1.99 nats/byte on Python 3.12's library. Steps
+    # For two CPU cores: 175 CPU seconds in all, to 2.02 nats/byte on Python 3.12's library. Steps
     # are small and many, since updates count for more than tokens: 0.7 M tokens took a four-layer
     # model to 1.87 in 350 steps, to 2.11 in 175.
     "tiny": Config(
