@@ -117,7 +117,7 @@ def test_decoding_rounds_no_worse_than_the_whole_forward(name: str, dtype: Any) 
     layer_oracle.hold(decoded(setting, layer, x), wanted, drawn, dtype)
 
 
-@pytest.mark.parametrize("prompt", [1, 6, 20])
+@pytest.mark.parametrize("prompt", [1, 20])
 def test_prompts_shorter_and_longer_than_the_window(prompt: int) -> None:
     setting = OPTIONS["window"]
     with jax.enable_x64(True):
@@ -266,8 +266,8 @@ def test_a_window_layer_wants_a_column_for_each_position(name: str) -> None:
         layer, given = after(columns)
         with pytest.raises(ValueError, match=f"has {columns} columns and the text 23 tokens"):
             layer(x[:, 20:23], decode=True, **given)
-        step = nnx.jit(lambda layer, x, given: layer(x, decode=True, **given))
-        assert np.isnan(step(layer, x[:, 20:23], given)).all()
+    step = nnx.jit(lambda layer, x, given: layer(x, decode=True, **given))
+    assert np.isnan(step(layer, x[:, 20:23], given)).all()
 
 
 @functools.cache

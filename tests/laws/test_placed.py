@@ -73,7 +73,7 @@ def parts(draw: Draw, name: str) -> Drawn:
 
 
 @pytest.mark.parametrize("name", [*PLACEABLE, "composition"])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.data())
 def test_a_part_means_what_the_whole_means_there(name: str, data: st.DataObject) -> None:
     drawn = data.draw(parts(name))
