@@ -3,12 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from flashjax.structure import Structure, describe
+from flashjax.structure import (
+    POSITION_LIMIT,
+    Dims,
+    Place,
+    Structure,
+    clipped,
+    describe,
+    moved,
+    replace,
+)
+
+
+class UserFunction(Structure):
+    """What a structure with a user's function shares: its named arrays, and where its rows and
+    columns lie. The fields themselves stand in the structures."""
+
+    rows: Any
+    columns: Any
+    scalars: Any
+    heads: Any
+    row_offset: Any
+    column_offset: Any
+
+    def _named(self) -> dict[str, Any]:
+        return {**self.rows, **self.columns, **self.scalars, **self.heads}
+
+    def placed(self, place: Place) -> Self:
+        return replace(
+            super().placed(place),
+            row_offset=moved(self.row_offset, place.row),
+            column_offset=moved(self.column_offset, place.column),
+        )
+
+    def aligned(self, dims: Dims) -> Self:
+        new = super().aligned(dims)
+        return replace(
+            new,
+            row_offset=clipped(new.row_offset, -POSITION_LIMIT, POSITION_LIMIT),
+            column_offset=clipped(new.column_offset, -POSITION_LIMIT, POSITION_LIMIT),
+        )
+
 
 # A tile that no transposition maps to itself: what is not elementwise shows in its shapes.
 _TRIAL = (2, 3)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flashjax.elementwise import check_function, check_named, trial
+from flashjax.elementwise import UserFunction, check_function, check_named, trial
 from flashjax.structure import (
     POSITION_LIMIT,
     At,
@@ -122,7 +122,7 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
 
 
 @structure
-class ScoreMod(Score):
+class ScoreMod(UserFunction, Score):
     """A user's function ``fn(score, row, column, batch, head, **arrays) -> score``, elementwise.
 
     ``rows`` (T,) or (*batch, T), ``columns`` (S,) or (*batch, S), ``scalars`` () or (*batch,) and
@@ -148,23 +148,8 @@ class ScoreMod(Score):
         super().__post_init__()
         check_named(self, "rows", "columns", "scalars", "heads")
 
-    def _named(self) -> dict[str, Any]:
-        return {**self.rows, **self.columns, **self.scalars, **self.heads}
-
-    def placed(self, place: Place) -> Self:
-        return replace(
-            super().placed(place),
-            row_offset=moved(self.row_offset, place.row),
-            column_offset=moved(self.column_offset, place.column),
-        )
-
     def aligned(self, dims: Dims) -> Self:
         new = super().aligned(dims)
-        new = replace(
-            new,
-            row_offset=clipped(new.row_offset, -POSITION_LIMIT, POSITION_LIMIT),
-            column_offset=clipped(new.column_offset, -POSITION_LIMIT, POSITION_LIMIT),
-        )
         tiles = (trial(jnp.float32), *[trial(jnp.int32)] * 4)
         out = check_function("ScoreMod(fn=…)", self.fn, tiles, self._named())
         if not jnp.issubdtype(out.dtype, jnp.floating):

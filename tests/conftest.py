@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Iterator
 
 # The oracle's products are small: a second thread waits more than it computes, and workers share
 # the cores. It must be set before numpy is imported.
@@ -45,6 +46,18 @@ def gpu_fault() -> str | None:
 
     platforms = {device.platform for device in jax.devices()}
     return None if "gpu" in platforms else f"no GPU: JAX sees {', '.join(sorted(platforms))}"
+
+
+@pytest.fixture
+def quick_compiles() -> Iterator[None]:
+    """For tests of which nearly all the time is XLA's: what they compute is tiny."""
+    import jax
+
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

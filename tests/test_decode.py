@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,16 +21,9 @@ LONGEST = LENGTH + 3
 F64 = {"param_dtype": jnp.float64, "dtype": jnp.float64}
 # In float64 two orders of the same sums agree to 1e-13.
 EXACT = {"rtol": 0, "atol": 1e-11}
-Step = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def quick_compiles() -> Iterator[None]:
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def columns_of(layer: Any) -> int:

@@ -170,15 +170,6 @@ def readme_names() -> dict[str, object]:
     }
 
 
-@pytest.fixture
-def quick_compiles():
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
-
-
 @pytest.mark.usefixtures("quick_compiles")
 def test_readme_runs():
     """All blocks in one namespace, and each mask that they name fits a call."""

@@ -26,15 +26,13 @@ SETTINGS = OPTIONS | MODELS
 F64 = {"param_dtype": jnp.float64, "dtype": jnp.float64}
 
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
 @pytest.fixture(autouse=True)
 def x64() -> Iterator[None]:
-    # Nearly all of these tests' time is XLA's; what is computed is tiny.
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
     with jax.enable_x64(True):
         yield
-    jax.config.update(name, before)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

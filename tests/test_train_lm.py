@@ -6,7 +6,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,14 +59,7 @@ SMALL = dataclasses.replace(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    # Nearly all of these tests' time is XLA's; what is computed is tiny.
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture

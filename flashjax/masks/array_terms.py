@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flashjax.elementwise import check_function, check_named, check_tile_verdict, trial
+from flashjax.elementwise import (
+    UserFunction,
+    check_function,
+    check_named,
+    check_tile_verdict,
+    trial,
+)
 from flashjax.masks.algebra import EMPTY, FULL, PARTIAL, Mask
 from flashjax.masks.bounds import (
     INT_MAX,
@@ -23,7 +29,6 @@ from flashjax.masks.bounds import (
     suffix_min,
 )
 from flashjax.structure import (
-    POSITION_LIMIT,
     At,
     Blocked,
     Dims,
@@ -270,7 +275,7 @@ class BlockSparse(Mask):
 
 
 @structure
-class Predicate(Mask):
+class Predicate(UserFunction, Mask):
     """A user's elementwise jnp function ``fn(row, column, **arrays) -> bool``.
 
     ``rows`` (T,) or (*batch, T), ``columns`` (S,) or (*batch, S), ``scalars`` () or (*batch,) and
@@ -301,23 +306,8 @@ class Predicate(Mask):
         super().__post_init__()
         check_named(self, "rows", "columns", "scalars", "heads")
 
-    def _named(self) -> dict[str, Any]:
-        return {**self.rows, **self.columns, **self.scalars, **self.heads}
-
-    def placed(self, place: Place) -> Self:
-        return replace(
-            super().placed(place),
-            row_offset=moved(self.row_offset, place.row),
-            column_offset=moved(self.column_offset, place.column),
-        )
-
     def aligned(self, dims: Dims) -> Self:
         new = super().aligned(dims)
-        new = replace(
-            new,
-            row_offset=clipped(new.row_offset, -POSITION_LIMIT, POSITION_LIMIT),
-            column_offset=clipped(new.column_offset, -POSITION_LIMIT, POSITION_LIMIT),
-        )
         tile = trial(jnp.int32)
         out = check_function("Predicate(fn=…)", self.fn, (tile, tile), self._named())
         if out.dtype != jnp.bool_:

@@ -17,7 +17,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from flashjax.masks import EMPTY, FULL, Blocks, Mask, Schedule, schedule
+from flashjax.masks import EMPTY, FULL, PARTIAL, Blocks, Mask, Schedule, schedule
 from flashjax.structure import At, Blocked, Dims, is_blocked
 from tests.laws.strategies import AXES, Array, Axis, Drawn, Grid
 
@@ -203,6 +203,15 @@ def truth_along(axis: Axis, drawn: Drawn) -> tuple[Array, Array]:
     verdict = verdict if axis == "rows" else verdict.swapaxes(-1, -2)
     _, walked = drawn.grid.along(axis)
     return verdict != EMPTY, (verdict == FULL) & ~hangs_over(walked)
+
+
+def hold_meaning(answers: Answers, drawn: Drawn) -> None:
+    """keep is the definition, and the verdict promises no more than that."""
+    np.testing.assert_array_equal(answers.keep, drawn.dense)
+    truth = verdicts(drawn.dense, drawn.grid)
+    assert np.isin(answers.verdict, (EMPTY, PARTIAL, FULL)).all()
+    assert (truth[answers.verdict == EMPTY] == EMPTY).all(), "EMPTY, but an element is kept"
+    assert (truth[answers.verdict == FULL] == FULL).all(), "FULL, but an element is hidden"
 
 
 def hold_schedules(answers: Answers, drawn: Drawn) -> None:
