@@ -1,0 +1,265 @@
+"""``python -m bench``: this library and its peers on named workloads, side by side in one process.
+
+A table grows on stdout, JSON goes to bench/results/<device>-<group>.json after each workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from bench import machine, table
+from bench.peers import PEERS, Contender, Flashjax, Missing, Program
+from bench.programs import Inputs
+from bench.record import DIRECTIONS, RESULTS, Cell, Record
+from bench.timing import QUICK, Rule, measured
+from bench.truth import Operands, Truth, truth
+from flashjax.cases import GROUPS, Workload
+
+
+class DeviceLostError(Exception):
+    """A call left the GPU unusable for this process."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = parse(argv)
+    rule = QUICK if flags.quick else Rule()
+    contenders, missing = present(
+        [*map(Flashjax, flags.implementations), *(PEERS[name]() for name in flags.peers)]
+    )
+    described = machine.describe()
+    print(f"{described['device']}, JAX {jax.__version__}, {described['date']}")
+    for contender, reason in missing.items():
+        print(f"{contender}: missing ({reason})")
+    sizes = {"size": 512, "copied": 2**22} if flags.quick else {}
+    calibration = machine.calibrate(rule, **sizes)
+    print(
+        f"{calibration['matmul']} product: {calibration['matmul_tflops']:.4g} TFLOP/s; "
+        f"copy: {calibration['copy_gbs']:.4g} GB/s; clocks {calibration['clocks'] or 'unknown'}"
+    )
+    for group in flags.group:
+        chosen = [w for w in GROUPS[group] if not flags.only or w.name in flags.only]
+        if not chosen:
+            continue
+        record = Record(
+            group,
+            described,
+            calibration,
+            {c.name: c.version() for c in contenders},
+            missing,
+            {w.name: dataclasses.asdict(w) | {"title": title(w)} for w in chosen},
+        )
+        part = "-only" if flags.only else ""
+        path = flags.out / f"{machine.slug(described['device'])}-{group}{part}.json"
+        try:
+            run_group(record, chosen, contenders, flags, rule, path)
+        except DeviceLostError as error:
+            print(f"stopped: {error}; {path} holds what came before", flush=True)
+            return 1
+        print(f"\nwritten to {path}")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    on_gpu = jax.default_backend() == "gpu"
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    names = [w.name for group in GROUPS.values() for w in group]
+
+    def some_of(known: Iterable[str], every: Iterable[str]) -> Any:
+        every = list(every)
+
+        def parsed(text: str) -> list[str]:
+            found = {"all": every, "none": []}.get(text, text.split(","))
+            for name in found:
+                if name not in known:
+                    raise argparse.ArgumentTypeError(
+                        f"{name!r} is unknown; give all, none or some of {', '.join(known)}"
+                    )
+            return list(found)
+
+        return parsed
+
+    parser.add_argument(
+        "--group",
+        type=some_of(list(GROUPS), GROUPS),
+        default=["targets"] if on_gpu else ["tiny"],
+        help=f"comma-separated: {', '.join(GROUPS)}",
+    )
+    parser.add_argument("--only", type=some_of(names, names), help="names of workloads")
+    parser.add_argument(
+        "--peers", type=some_of(list(PEERS), PEERS), default=list(PEERS), help=", ".join(PEERS)
+    )
+    implementations = ["triton", "mosaic", "xla", "reference"]
+    parser.add_argument(
+        "--implementations",
+        type=some_of(implementations, implementations),
+        default=["triton"] if on_gpu else ["xla"],
+        help="this library's",
+    )
+    parser.add_argument(
+        "--directions",
+        type=some_of(DIRECTIONS, DIRECTIONS),
+        default=list(DIRECTIONS),
+        help=", ".join(DIRECTIONS),
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    parser.add_argument("--quick", action="store_true", help="short batches, for a try")
+    parser.add_argument("--no-errors", action="store_true", help="no float64 reference")
+    return parser.parse_args(argv)
+
+
+def present(wanted: Sequence[Contender]) -> tuple[list[Contender], dict[str, str]]:
+    """Those that load, and why the others do not."""
+    found: list[Contender] = []
+    missing: dict[str, str] = {}
+    for contender in wanted:
+        try:
+            contender.version()
+            found.append(contender)
+        except Missing as error:
+            missing[contender.name] = str(error)
+        except Exception as error:
+            missing[contender.name] = reason_of(error)
+    return found, missing
+
+
+def title(w: Workload) -> str:
+    heads = f"N {w.heads}, K {w.key_heads}" if w.heads != w.key_heads else f"N {w.heads}"
+    dims = f"H {w.head_dim}" + (f", Hv {w.value_dim}" if w.value_dim != w.head_dim else "")
+    extent = f" {w.extent}" if w.extent else ""
+    words = [f"B {w.batch}", f"T = S {w.rows}", heads, dims, w.mask + extent]
+    words += [f for f in w.features if f != w.mask]
+    return ", ".join([*words, w.dtype])
+
+
+def run_group(
+    record: Record,
+    workloads: Sequence[Workload],
+    contenders: Sequence[Contender],
+    flags: argparse.Namespace,
+    rule: Rule,
+    path: Path,
+) -> None:
+    directions = tuple(flags.directions)
+    total = len(workloads) * len(contenders) * len(directions)
+    with tqdm(total=total, file=sys.stderr, disable=None, unit="cell", leave=False) as bar:
+
+        def show(text: str) -> None:
+            bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+        show("\n" + table.header(directions))
+        for workload in workloads:
+            bar.set_description(workload.name)
+            show(table.title(record, workload.name))
+            inputs, right = prepare(workload, check=not flags.no_errors)
+            for contender in contenders:
+                for cell in cells_of(contender, inputs, directions, rule, right):
+                    record.cells.append(cell)
+                    bar.update()
+                gc.collect()
+                contender.release()
+            # Ratios are known only now.
+            for contender in contenders:
+                show(table.line(record, workload.name, contender.name, directions))
+            record.save(path)
+            jax.clear_caches()
+
+
+def prepare(workload: Workload, check: bool) -> tuple[Inputs, Truth | None]:
+    inputs = Inputs.of(workload)
+    if not check:
+        return inputs, None
+    extra = {name: inputs.arguments.get(name) for name in ("bias", "sinks")}
+    return inputs, truth(workload, Operands(inputs.q, inputs.k, inputs.v, inputs.d_out, **extra))
+
+
+def cells_of(
+    contender: Contender,
+    inputs: Inputs,
+    directions: Sequence[str],
+    rule: Rule,
+    right: Truth | None,
+) -> Iterable[Cell]:
+    """A cell for each direction; what fails in one is its note, what is refused is in all."""
+    workload = inputs.workload
+    refused = contender.unsupported(workload)
+    for direction in directions:
+        empty = Cell(workload.name, contender.name, contender.ours, direction)
+        if refused is not None:
+            yield dataclasses.replace(empty, note=refused)
+            continue
+        try:
+            yield measured_cell(empty, contender, inputs, rule, right)
+        except NotImplementedError as error:
+            refused = reason_of(error) if direction != "backward" else None
+            yield dataclasses.replace(empty, note=reason_of(error))
+        except Exception as error:
+            yield dataclasses.replace(empty, note=f"{direction}: {reason_of(error)}")
+            check_device(error)
+        gc.collect()
+
+
+def measured_cell(
+    empty: Cell, contender: Contender, inputs: Inputs, rule: Rule, right: Truth | None
+) -> Cell:
+    workload: Workload = inputs.workload
+    direction: Any = empty.direction
+    make = {
+        "forward": contender.forward,
+        "backward": contender.backward,
+        "both": contender.gradient,
+    }[direction]
+    program = make(inputs)
+    errors = {} if right is None else errors_of(right, program, direction)
+    timing = measured(program, rule)
+    gbs = None
+    if workload.memory_bound and jax.default_backend() == "gpu":
+        gbs = workload.traffic(direction) / timing.seconds / 1e9
+    return dataclasses.replace(
+        empty,
+        seconds=timing.seconds,
+        batches=timing.batches,
+        unrolled=timing.unrolled,
+        tflops=workload.flops(direction) / timing.seconds / 1e12,
+        gbs=gbs,
+        memory=program.memory,
+        compile_seconds=program.compile_seconds,
+        errors=errors,
+    )
+
+
+def errors_of(right: Truth, program: Program, direction: str) -> dict[str, float]:
+    found = program.result()
+    if direction == "forward":
+        return right.errors(out=found)
+    return right.errors(gradients=found if direction == "backward" else found[1])
+
+
+def reason_of(error: BaseException) -> str:
+    """One short line."""
+    text = " ".join(str(error).split())
+    inside = re.search(r"cannot do this call: (.*?)(?:\. Pass |$)", text)
+    if inside:
+        return inside[1][:160]
+    if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
+        return "out of memory"
+    return f"{type(error).__name__}: {text}"[:160]
+
+
+def check_device(error: BaseException) -> None:
+    """Raises DeviceLostError where no call works any more: a CUDA fault stays with the process."""
+    try:
+        jax.block_until_ready(jnp.arange(8) + 1)
+    except Exception as second:
+        raise DeviceLostError(f"the device no longer works: {reason_of(second)}") from error
