@@ -14,7 +14,7 @@ def header(directions: tuple[str, ...]) -> str:
         columns += [
             f"{HEADS[direction] + ' ms':>{NUMBER}}",
             f"{'TFLOP/s':>{NUMBER}}",
-            f"{'÷ best':>7}",
+            f"{'÷ best':>9}",
         ]
     columns += [f"{'MiB':>9}", f"{'error':>9}", f"{'dq dk dv':>9}", f"{'compile s':>10}"]
     return "".join(columns)
@@ -32,7 +32,7 @@ def line(record: Record, workload: str, contender: str, directions: tuple[str, .
         columns += [
             f"{milliseconds(cell):>{NUMBER}}",
             f"{speed(cell):>{NUMBER}}",
-            f"{number(None if cell is None else record.ratio(cell), '.2f'):>8}",
+            f"{number(None if cell is None else record.ratio(cell), '.2f'):>9}",
         ]
     columns += [
         f"{number(memory(found), '.0f'):>9}",

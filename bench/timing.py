@@ -80,16 +80,19 @@ def waited(
 
 
 def measure(run: Callable[[int], float], rule: Rule) -> Timing:
-    """Times `run` by the rule. Batches that turn out too short only warm the device up."""
+    """Times `run` by the rule. Batches that turn out too short, and the first that is long enough,
+    only warm the device up."""
     run(1)
     elapsed, calls = run(1), 1
     if elapsed >= rule.long_seconds:
         return Timing(elapsed, (elapsed,), 1)
     found: list[float] = []
+    warm = elapsed >= rule.batch_seconds
     for _ in range(MOST_BATCHES):
         elapsed = run(calls)
         if elapsed >= rule.batch_seconds:
-            found.append(elapsed / calls)
+            found += [elapsed / calls] if warm else []
+            warm = True
         else:
             found.clear()
             grown = MARGIN * calls * rule.batch_seconds / max(elapsed, 1e-9)
