@@ -22,23 +22,41 @@ FREE_CALLS = 8
 class JaxProgram:
     """A function compiled for its arguments.
 
-    `memory` is what XLA plans beside the arguments: temporary arrays and results, in bytes.
+    `memory` is what XLA plans beside the arguments: temporary arrays and results, in bytes. With
+    `make`, `arguments` are shapes, and `make()` gives the arrays when they are needed: a program
+    that waits for its turn holds no memory.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        make: Callable[[], Sequence[Any]] | None = None,
+    ) -> None:
         self._function = function
-        self._arguments = tuple(arguments)
+        self._shapes, self._make = tuple(arguments), make
+        self._arrays: tuple[Any, ...] | None = None if make else self._shapes
         begin = time.perf_counter()
-        self._compiled = jax.jit(function).lower(*self._arguments).compile()
+        self._compiled = jax.jit(function).lower(*self._shapes).compile()
         self.compile_seconds = time.perf_counter() - begin
         plan = self._compiled.memory_analysis()
         self.memory: int | None = None
         if plan is not None:
             self.memory = plan.temp_size_in_bytes + plan.output_size_in_bytes
-        self.run = waited(self.result, jax.block_until_ready)
+
+    @property
+    def _arguments(self) -> tuple[Any, ...]:
+        if self._arrays is None:
+            assert self._make is not None
+            self._arrays = tuple(jax.block_until_ready(self._make()))
+        return self._arrays
 
     def result(self) -> Any:
         return self._compiled(*self._arguments)
+
+    def run(self, calls: int) -> float:
+        compiled, arguments = self._compiled, self._arguments
+        return waited(lambda: compiled(*arguments), jax.block_until_ready)(calls)
 
     def dispatch_seconds(self) -> float:
         device = next(iter(jax.tree.leaves(self._arguments)[0].devices()))
@@ -106,9 +124,16 @@ def _pulled(f: Attention, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any
 def jax_backward(f: Attention, inputs: Inputs, arrays: dict[str, Any]) -> JaxProgram:
     """dq, dk, dv from what the forward keeps for it: `jax.vjp`'s pull-back is a pytree, so that
     one program returns it and another takes it."""
-    forward = jax.jit(functools.partial(_pulled, f))
-    _, pull = jax.block_until_ready(forward(inputs.q, inputs.k, inputs.v, arrays))
-    return JaxProgram(lambda pull, d_out: pull(d_out), (pull, inputs.d_out))
+    operands = (inputs.q, inputs.k, inputs.v, arrays)
+    lowered = jax.jit(functools.partial(_pulled, f)).lower(*operands)
+    forward = lowered.compile()
+    # The structure of what this very program returns: a second trace's would be another.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info[1])
+    return JaxProgram(
+        lambda pull, d_out: pull(d_out),
+        (shapes, inputs.d_out),
+        lambda: (forward(*operands)[1], inputs.d_out),
+    )
 
 
 def jax_gradient(f: Attention, inputs: Inputs, arrays: dict[str, Any]) -> JaxProgram:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,18 @@ class Record:
         if best is None or best.seconds is None or cell.seconds is None:
             return None
         return best.seconds / cell.seconds
+
+    def after(self, before: Record, anew: Sequence[str]) -> Record:
+        """This run's record with what an earlier one found of workloads that are not done `anew`.
+        Each workload is of one run, whose date and matrix product it holds."""
+        kept = {name: w for name, w in before.workloads.items() if name not in anew}
+        return dataclasses.replace(
+            self,
+            contenders=before.contenders | self.contenders,
+            missing={n: r for n, r in self.missing.items() if n not in before.contenders},
+            workloads=kept,
+            cells=[c for c in before.cells if c.workload in kept],
+        )
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import re
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,8 @@ from bench.record import DIRECTIONS, RESULTS, Cell, Record
 from bench.timing import QUICK, Rule, measured
 from bench.truth import Operands, Truth, truth
 from flashjax.cases import GROUPS, Workload
+
+T = TypeVar("T")
 
 
 class DeviceLostError(Exception):
@@ -51,16 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = [w for w in GROUPS[group] if not flags.only or w.name in flags.only]
         if not chosen:
             continue
-        record = Record(
-            group,
-            described,
-            calibration,
-            {c.name: c.version() for c in contenders},
-            missing,
-            {w.name: dataclasses.asdict(w) | {"title": title(w)} for w in chosen},
-        )
-        part = "-only" if flags.only else ""
+        versions = {c.name: c.version() for c in contenders}
+        record = Record(group, described, calibration, versions, missing, {})
+        part = "-only" if flags.only and not flags.merge else ""
         path = flags.out / f"{machine.slug(described['device'])}-{group}{part}.json"
+        if flags.merge and path.exists():
+            record = record.after(Record.load(path), [w.name for w in chosen])
         try:
             run_group(record, chosen, contenders, flags, rule, path)
         except DeviceLostError as error:
@@ -114,6 +115,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     parser.add_argument("--quick", action="store_true", help="short batches, for a try")
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="keep the file's other workloads, and write to the group's file with --only too",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="start no workload after these seconds"
+    )
+    parser.add_argument(
+        "--compile-threads",
+        type=int,
+        default=6 if on_gpu else 1,
+        help="1: no compile time is lengthened by its neighbours",
+    )
     parser.add_argument("--no-errors", action="store_true", help="no float64 reference")
     return parser.parse_args(argv)
 
@@ -151,6 +166,7 @@ def run_group(
     path: Path,
 ) -> None:
     directions = tuple(flags.directions)
+    begun = time.perf_counter()
     total = len(workloads) * len(contenders) * len(directions)
     with tqdm(total=total, file=sys.stderr, disable=None, unit="cell", leave=False) as bar:
 
@@ -160,15 +176,27 @@ def run_group(
 
         show("\n" + table.header(directions))
         for workload in workloads:
+            if time.perf_counter() - begun > flags.limit:
+                show(f"{workload.name}: not begun, {flags.limit:.0f} s are over")
+                continue
             bar.set_description(workload.name)
+            record.workloads[workload.name] = dataclasses.asdict(workload) | {
+                "title": title(workload),
+                "date": record.machine["date"],
+                "matmul_tflops": record.calibration["matmul_tflops"],
+            }
             show(table.title(record, workload.name))
-            inputs, right = prepare(workload, check=not flags.no_errors)
-            for contender in contenders:
-                for cell in cells_of(contender, inputs, directions, rule, right):
-                    record.cells.append(cell)
-                    bar.update()
-                gc.collect()
-                contender.release()
+            inputs = Inputs.of(workload)
+            with Workshop(flags.compile_threads) as shop:
+                sampled = None if flags.no_errors else shop.do(functools.partial(sample, inputs))
+                shop.compile_ahead(contenders, inputs, directions)
+                right = None if sampled is None else sampled()
+                for contender in contenders:
+                    for cell in cells_of(contender, inputs, directions, rule, right, shop):
+                        record.cells.append(cell)
+                        bar.update()
+                    gc.collect()
+                    contender.release()
             # Ratios are known only now.
             for contender in contenders:
                 show(table.line(record, workload.name, contender.name, directions))
@@ -176,12 +204,57 @@ def run_group(
             jax.clear_caches()
 
 
-def prepare(workload: Workload, check: bool) -> tuple[Inputs, Truth | None]:
-    inputs = Inputs.of(workload)
-    if not check:
-        return inputs, None
+def sample(inputs: Inputs) -> Truth:
     extra = {name: inputs.arguments.get(name) for name in ("bias", "sinks")}
-    return inputs, truth(workload, Operands(inputs.q, inputs.k, inputs.v, inputs.d_out, **extra))
+    operands = Operands(inputs.q, inputs.k, inputs.v, inputs.d_out, **extra)
+    return truth(inputs.workload, operands)
+
+
+class Workshop:
+    """Compiles a workload's programs side by side, before any is timed; with one thread, each when
+    its turn comes."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._made: dict[tuple[str, str], Future[Program]] = {}
+
+    def __enter__(self) -> Workshop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._made.clear()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def do(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Starts some work; calling what is returned waits for its result."""
+        return self._pool.submit(work).result if self._pool is not None else work
+
+    def compile_ahead(
+        self, contenders: Sequence[Contender], inputs: Inputs, directions: Sequence[str]
+    ) -> None:
+        if self._pool is None:
+            return
+        for contender in contenders:
+            if contender.compiles_ahead and contender.unsupported(inputs.workload) is None:
+                for direction in directions:
+                    made = self._pool.submit(make_program, contender, inputs, direction)
+                    self._made[contender.name, direction] = made
+        # What is timed must not share the host with a compiler.
+        wait(self._made.values())
+
+    def program(self, contender: Contender, inputs: Inputs, direction: str) -> Program:
+        made = self._made.pop((contender.name, direction), None)
+        return make_program(contender, inputs, direction) if made is None else made.result()
+
+
+def make_program(contender: Contender, inputs: Inputs, direction: str) -> Program:
+    make = {
+        "forward": contender.forward,
+        "backward": contender.backward,
+        "both": contender.gradient,
+    }[direction]
+    return make(inputs)
 
 
 def cells_of(
@@ -190,6 +263,7 @@ def cells_of(
     directions: Sequence[str],
     rule: Rule,
     right: Truth | None,
+    shop: Workshop,
 ) -> Iterable[Cell]:
     """A cell for each direction; what fails in one is its note, what is refused is in all."""
     workload = inputs.workload
@@ -200,9 +274,10 @@ def cells_of(
             yield dataclasses.replace(empty, note=refused)
             continue
         try:
-            yield measured_cell(empty, contender, inputs, rule, right)
+            program = functools.partial(shop.program, contender, inputs, direction)
+            yield measured_cell(empty, workload, program(), rule, right)
         except NotImplementedError as error:
-            refused = reason_of(error) if direction != "backward" else None
+            refused = reason_of(error) if direction == "forward" else None
             yield dataclasses.replace(empty, note=reason_of(error))
         except Exception as error:
             yield dataclasses.replace(empty, note=f"{direction}: {reason_of(error)}")
@@ -211,16 +286,9 @@ def cells_of(
 
 
 def measured_cell(
-    empty: Cell, contender: Contender, inputs: Inputs, rule: Rule, right: Truth | None
+    empty: Cell, workload: Workload, program: Program, rule: Rule, right: Truth | None
 ) -> Cell:
-    workload: Workload = inputs.workload
     direction: Any = empty.direction
-    make = {
-        "forward": contender.forward,
-        "backward": contender.backward,
-        "both": contender.gradient,
-    }[direction]
-    program = make(inputs)
     errors = {} if right is None else errors_of(right, program, direction)
     timing = measured(program, rule)
     gbs = None

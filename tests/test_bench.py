@@ -1,9 +1,7 @@
-"""The bench tells the truth: its clock, its counts, its reference, and what it says of peers."""
+"""The bench tells the truth: its counts, its reference, its tables, and what it says of peers."""
 
 import dataclasses
 import json
-import time
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,154 +13,13 @@ from bench import machine, plots, report, run, table, train_step
 from bench.peers import PEERS, Contender, Missing
 from bench.peers.base import load
 from bench.peers.jax_functions import FlashAttention3, JaxNn
-from bench.programs import Inputs, JaxProgram, TorchProgram, chained
+from bench.programs import Inputs
 from bench.record import Cell, Record, records
-from bench.timing import QUICK, UNROLLED, Rule, measure, measured, waited
+from bench.timing import QUICK
 from flashjax.bind import Arguments
 from flashjax.cases import BY_NAME, GROUPS, Workload
 from lm.config import PRESETS
 from lm.packing import Batch
-
-RULE = Rule(batch_seconds=0.1, batches=3, long_seconds=1.5)
-
-
-class Device:
-    """`seconds(n)` for the nth call, and what was asked of it."""
-
-    def __init__(self, seconds):
-        self.seconds, self.done, self.asked = seconds, 0, []
-
-    def run(self, calls):
-        self.asked.append(calls)
-        self.done += calls
-        return calls * self.seconds(self.done)
-
-
-def test_a_kernel_of_known_cost_on_a_fake_clock():
-    device = Device(lambda n: 137e-6)
-    found = measure(device.run, RULE)
-    assert found.seconds == pytest.approx(137e-6)
-    assert len(found.batches) == RULE.batches
-    assert found.calls * 137e-6 >= RULE.batch_seconds
-    assert device.asked[-3:] == [found.calls] * 3
-
-
-def test_a_kernel_of_known_cost_on_the_real_clock():
-    found = measure(waited(lambda: time.sleep(1e-3), lambda _: None), Rule(0.02, 3))
-    assert 1e-3 <= found.seconds < 3e-3
-
-
-def test_a_device_that_warms_up_is_timed_warm():
-    device = Device(lambda n: 1e-3 if n < 100 else 4e-4)
-    found = measure(device.run, RULE)
-    assert found.seconds == pytest.approx(4e-4)
-    assert found.calls * 4e-4 >= RULE.batch_seconds
-
-
-def test_the_median_is_not_moved_by_one_slow_batch():
-    device = Device(lambda n: 1e-3)
-    slow = iter([1, 1, 1, 1, 1, 5, 1])
-    found = measure(lambda calls: device.run(calls) * next(slow), RULE)
-    assert max(found.batches) == pytest.approx(5e-3)
-    assert found.seconds == pytest.approx(1e-3)
-
-
-def test_a_long_call_is_timed_once():
-    device = Device(lambda n: 4.0)
-    assert measure(device.run, RULE).batches == (4.0,)
-    assert device.asked == [1, 1]
-
-
-def test_a_clock_that_stands_still_is_named():
-    with pytest.raises(RuntimeError, match="no batch reached"):
-        measure(lambda calls: 0.0, RULE)
-
-
-def test_a_batch_waits_once():
-    calls, waits = [], []
-    assert waited(lambda: calls.append(1), waits.append)(7) > 0
-    assert (len(calls), len(waits)) == (7, 1)
-
-
-class DispatchBound:
-    """20 µs of work that cost 50 µs to hand over, `copies` at a time."""
-
-    def __init__(self, copies=1):
-        self.copies = copies
-
-    def run(self, calls):
-        return calls * max(50e-6, self.copies * 20e-6)
-
-    def dispatch_seconds(self):
-        return 50e-6
-
-    def unrolled(self, copies):
-        return DispatchBound(copies)
-
-
-def test_what_is_timed_is_not_dispatch():
-    found = measured(DispatchBound(), RULE)
-    assert found.unrolled == UNROLLED
-    assert found.seconds == pytest.approx(20e-6)
-    assert len(found.batches) == RULE.batches
-
-
-def test_chained_calls_are_all_done():
-    x, y = (jax.random.normal(jax.random.key(i), (8, 8)) for i in range(2))
-    program = JaxProgram(jnp.dot, (x, y)).unrolled(3)
-    text = jax.jit(chained(jnp.dot, 3)).lower(x, y).compile().as_text()
-    assert text.count(" dot(") + text.count("custom-call(") == 3
-    for found in program.result():
-        np.testing.assert_allclose(found, x @ y, rtol=1e-6)
-    assert program.memory > 0
-
-
-class FakeCuda:
-    """torch.cuda with a clock: a call takes 20 µs on the device and 50 µs to launch."""
-
-    def __init__(self):
-        self.host = self.device = 0.0
-        self.spun = 0
-
-    def is_available(self):
-        return True
-
-    def launch(self, seconds, cost=50e-6):
-        self.host += cost
-        self.device = max(self.device, self.host) + seconds
-
-    def Event(self, enable_timing):
-        event = SimpleNamespace()
-        event.record = lambda: setattr(event, "at", max(self.device, self.host))
-        event.elapsed_time = lambda other: 1e3 * (other.at - event.at)
-        return event
-
-    def _sleep(self, cycles):
-        self.spun += 1
-        self.launch(cycles / 1.5e9)
-
-    def synchronize(self):
-        self.host = self.device = max(self.host, self.device)
-
-    def reset_peak_memory_stats(self):
-        pass
-
-    def memory_allocated(self):
-        return 100
-
-    def max_memory_allocated(self):
-        return 350
-
-
-def test_torch_is_timed_by_the_device_also_where_launching_takes_longer(monkeypatch):
-    cuda = FakeCuda()
-    monkeypatch.setattr("bench.programs.time.perf_counter", lambda: cuda.host)
-    program = TorchProgram(SimpleNamespace(cuda=cuda), lambda: cuda.launch(20e-6))
-    assert program.memory == 250
-    assert measure(program.run, RULE).seconds == pytest.approx(50e-6, rel=0.05)
-    found = measured(program, RULE)
-    assert cuda.spun > 0
-    assert found.seconds == pytest.approx(20e-6, rel=0.05)
 
 
 def small(mask, **rest):
@@ -213,7 +70,8 @@ def test_documents_fill_their_rows():
 @pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("w", SMALL[:-1], ids=lambda w: w.name)
 def test_the_float64_sample_agrees_with_the_reference(w):
-    inputs, right = run.prepare(w, check=True)
+    inputs = Inputs.of(w)
+    right = run.sample(inputs)
     assert right.dk is not None
 
     def attend(q, k, v):
@@ -272,6 +130,18 @@ def test_results_survive_json(tmp_path):
     FOUND.save(tmp_path / "nvidia-h200-targets-only.json")
     (tmp_path / "other.json").write_text("{}")
     assert records(tmp_path) == [FOUND]
+
+
+def test_an_earlier_runs_other_workloads_are_kept():
+    w = BY_NAME["tiny-packed"]
+    other = dataclasses.replace(cell("old", 3.0), workload=w.name)
+    before = dataclasses.replace(
+        FOUND, workloads=FOUND.workloads | {w.name: {}}, cells=[*FOUND.cells, other]
+    )
+    merged = dataclasses.replace(FOUND, contenders={"new": "4"}).after(before, ["tiny-causal"])
+    assert merged.cells == [other]
+    assert list(merged.workloads) == [w.name]
+    assert merged.contenders == FOUND.contenders | {"new": "4"}
 
 
 def test_ratios_are_to_the_best_peer():
@@ -333,10 +203,10 @@ def test_a_peer_that_is_missing_gives_a_reason(name, monkeypatch):
 
 
 def test_what_a_peer_cannot_do_is_a_line_and_no_crash():
-    inputs = Inputs.of(BY_NAME["tiny-causal"])
+    inputs, shop = Inputs.of(BY_NAME["tiny-causal"]), run.Workshop(1)
 
     def notes(contender: Contender):
-        return [c.note for c in run.cells_of(contender, inputs, ("backward",), QUICK, None)]
+        return [c.note for c in run.cells_of(contender, inputs, ("backward",), QUICK, None, shop)]
 
     assert notes(Fake("refuses", refuses="takes no float32")) == ["takes no float32"]
     assert notes(Fake("fails", ZeroDivisionError("by zero"))) == [
@@ -378,7 +248,7 @@ def keeps_caches(monkeypatch):
 def test_the_bench_runs_from_end_to_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine, "smi", lambda: {"driver_version": "1.2"})
     words = ["--quick", "--only", "tiny-packed", "--peers", "jax.nn-xla,jax.nn-cudnn"]
-    words += ["--directions", "forward,backward", "--out", str(tmp_path)]
+    words += ["--directions", "forward,backward", "--out", str(tmp_path), "--compile-threads", "2"]
     assert run.main(words) == 0
     shown = capsys.readouterr().out
     assert "jax.nn cudnn: missing (needs an NVIDIA GPU)" in shown

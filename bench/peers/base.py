@@ -44,10 +44,12 @@ def version_of(distribution: str) -> str:
 
 
 class Contender:
-    """One way to do a workload. `ours` says whether it is this library's."""
+    """One way to do a workload. `ours` says whether it is this library's; `compiles_ahead`, whether
+    making its programs compiles only, so that several can be made at once."""
 
     name: str
     ours = False
+    compiles_ahead = False
 
     def version(self) -> str:
         """Loads it; raises Missing if that fails."""
@@ -73,6 +75,8 @@ class Contender:
 
 class JaxContender(Contender):
     """One that is a JAX function."""
+
+    compiles_ahead = True
 
     def call(self, inputs: Inputs) -> tuple[Attention, dict[str, Any]]:
         """f(q, k, v, arrays), and the arrays."""

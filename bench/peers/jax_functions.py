@@ -112,6 +112,8 @@ class JaxNn(_WithDenseMasks):
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
         self.name = f"jax.nn {implementation}"
+        # XLA tries its matrix products out on arrays of T × S: not several at once.
+        self.compiles_ahead = implementation != "xla"
 
     def version(self) -> str:
         if self.implementation == "cudnn" and jax.default_backend() != "gpu":
