@@ -2,7 +2,7 @@
 # Unpacks peers that travelled as wheels, on a machine with no package index.
 #
 #     export PYTHONPATH="$(bench/peers.sh .whl)"
-#     bench/peers.sh .fa4a >/dev/null; export PYTHONPATH="$(bench/peers.sh .whl .fa4b)"
+#     bench/peers.sh .fa4a; export PYTHONPATH="$(bench/peers.sh .whl .fa4b)"
 #
 # Each folder may hold wheels, and parts of a tar.xz named NAME.tar.xz.<number>of<count> (numbers from
 # 00): a part waits under $PARTS until all are there, in this call or a later one. Prints the

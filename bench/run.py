@@ -93,8 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--group",
         type=some_of(list(GROUPS), GROUPS),
-        default=["targets"] if on_gpu else ["tiny"],
-        help=f"comma-separated: {', '.join(GROUPS)}",
+        help=f"comma-separated: {', '.join(GROUPS)}; by default those of --only, else targets",
     )
     parser.add_argument("--only", type=some_of(names, names), help="names of workloads")
     parser.add_argument(
@@ -130,7 +129,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="1: no compile time is lengthened by its neighbours",
     )
     parser.add_argument("--no-errors", action="store_true", help="no float64 reference")
-    return parser.parse_args(argv)
+    flags = parser.parse_args(argv)
+    flags.deadline = time.perf_counter() + flags.limit
+    if flags.group is None and flags.only:
+        flags.group = [g for g, ws in GROUPS.items() if any(w.name in flags.only for w in ws)]
+    elif flags.group is None:
+        flags.group = ["targets"] if on_gpu else ["tiny"]
+    return flags
 
 
 def present(wanted: Sequence[Contender]) -> tuple[list[Contender], dict[str, str]]:
@@ -166,7 +171,6 @@ def run_group(
     path: Path,
 ) -> None:
     directions = tuple(flags.directions)
-    begun = time.perf_counter()
     total = len(workloads) * len(contenders) * len(directions)
     with tqdm(total=total, file=sys.stderr, disable=None, unit="cell", leave=False) as bar:
 
@@ -176,7 +180,7 @@ def run_group(
 
         show("\n" + table.header(directions))
         for workload in workloads:
-            if time.perf_counter() - begun > flags.limit:
+            if time.perf_counter() > flags.deadline:
                 show(f"{workload.name}: not begun, {flags.limit:.0f} s are over")
                 continue
             bar.set_description(workload.name)
@@ -186,22 +190,34 @@ def run_group(
                 "matmul_tflops": record.calibration["matmul_tflops"],
             }
             show(table.title(record, workload.name))
-            inputs = Inputs.of(workload)
-            with Workshop(flags.compile_threads) as shop:
-                sampled = None if flags.no_errors else shop.do(functools.partial(sample, inputs))
-                shop.compile_ahead(contenders, inputs, directions)
-                right = None if sampled is None else sampled()
-                for contender in contenders:
-                    for cell in cells_of(contender, inputs, directions, rule, right, shop):
-                        record.cells.append(cell)
-                        bar.update()
-                    gc.collect()
-                    contender.release()
+            try:
+                for cell in run_workload(workload, contenders, flags, rule):
+                    record.cells.append(cell)
+                    bar.update()
+            except DeviceLostError:
+                raise
+            except Exception as error:
+                show(f"stopped here: {reason_of(error)}")
             # Ratios are known only now.
             for contender in contenders:
                 show(table.line(record, workload.name, contender.name, directions))
             record.save(path)
             jax.clear_caches()
+            gc.collect()
+
+
+def run_workload(
+    workload: Workload, contenders: Sequence[Contender], flags: argparse.Namespace, rule: Rule
+) -> Iterable[Cell]:
+    inputs = Inputs.of(workload)
+    with Workshop(flags.compile_threads) as shop:
+        sampled = None if flags.no_errors else shop.do(functools.partial(sample, inputs))
+        shop.compile_ahead(contenders, inputs, flags.directions)
+        right = None if sampled is None else sampled()
+        for contender in contenders:
+            yield from cells_of(contender, inputs, flags.directions, rule, right, shop)
+            gc.collect()
+            contender.release()
 
 
 def sample(inputs: Inputs) -> Truth:

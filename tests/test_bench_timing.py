@@ -56,9 +56,10 @@ def test_the_median_is_not_moved_by_one_slow_batch():
 
 
 def test_a_long_call_is_timed_once():
-    device = Device(lambda n: 4.0)
-    assert measure(device.run, RULE).batches == (4.0,)
-    assert device.asked == [1, 1]
+    for seconds, asked in ((2.0, [1, 1]), (30.0, [1])):
+        device = Device(lambda n, seconds=seconds: seconds)
+        assert measure(device.run, RULE).batches == (seconds,)
+        assert device.asked == asked
 
 
 def test_a_clock_that_stands_still_is_named():
