@@ -41,9 +41,16 @@ class OtherDevice(str):
 class Backend(Protocol):
     """One way to compute attention and its gradient."""
 
-    name: str
-    # The platform that its code lowers for, None for any. On others the chunked path steps in.
-    platform: str | None
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def platform(self) -> str | None:
+        """The platform that its code lowers for, None for any.
+
+        On others the chunked path steps in.
+        """
+        ...
 
     def unsupported(self, spec: Spec, device: Device) -> str | None:
         """Why this backend cannot do the call, in words that name the argument; None if it can."""

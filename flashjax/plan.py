@@ -18,14 +18,27 @@ from flashjax import chunked
 from flashjax.backend import Backend, Config, Device, OtherDevice
 from flashjax.spec import Operands, Spec
 
-IMPLEMENTATIONS = ("mosaic", "triton", "xla", "reference", "cudnn")
+
+def _triton() -> Backend:
+    from flashjax.kernels.triton import BACKEND
+
+    return BACKEND
+
 
 # Best first. A backend is loaded when a call may use it: Mosaic GPU alone costs 0.4 s to import.
-BACKENDS: dict[str, Callable[[], Backend]] = {"xla": lambda: chunked.BACKEND}
-UNBUILT = {
-    "mosaic": "the Mosaic GPU kernels are not part of this version of flashjax",
-    "triton": "the Triton kernels are not part of this version of flashjax",
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "triton": _triton,
+    "xla": lambda: chunked.BACKEND,
 }
+# Platforms that a backend is for, where it need not be loaded to tell.
+PLATFORMS = {"triton": "cuda"}
+UNBUILT = {"mosaic": "the Mosaic GPU kernels are not part of this version of flashjax"}
+
+
+def implementation_names() -> tuple[str, ...]:
+    """What ``implementation`` may be, besides None."""
+    return (*UNBUILT, *BACKENDS, "reference", "cudnn")
+
 
 Direction = Literal["forward", "backward"]
 
@@ -120,10 +133,10 @@ def _choose(spec: Spec, implementation: str | None, device: Device, direction: D
 
 def check_implementation(name: Any) -> None:
     """Raises ValueError unless `name` is None or an implementation's name."""
-    if name is not None and name not in IMPLEMENTATIONS:
+    names = implementation_names()
+    if name is not None and name not in names:
         raise ValueError(
-            f"implementation is {name!r}; wanted None or one of "
-            f"{', '.join(map(repr, IMPLEMENTATIONS))}."
+            f"implementation is {name!r}; wanted None or one of {', '.join(map(repr, names))}."
         )
 
 
@@ -131,6 +144,9 @@ def refusal(name: str, spec: Spec, device: Device) -> str | None:
     """Why the named backend cannot do the call; None if it can."""
     if name not in BACKENDS:
         return OtherDevice(UNBUILT[name])
+    platform = PLATFORMS.get(name, device.platform)
+    if platform != device.platform:
+        return OtherDevice(f"its kernels are for {platform}; this device is {device.platform}")
     return BACKENDS[name]().unsupported(spec, device)
 
 

@@ -7,6 +7,7 @@ then subtracts 0 instead, so that no inf − inf can arise.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -68,3 +69,28 @@ def finish(running: Running, sink: jax.Array | None = None) -> tuple[jax.Array, 
 def probabilities(scores: jax.Array, lse: jax.Array) -> jax.Array:
     """exp(score − LSE) as the backward recomputes it; 0 throughout a row with LSE −inf."""
     return jnp.exp(scores - _finite(lse)[..., None])
+
+
+# The same in base 2, as kernels take it: GPUs have exp2, and score · unit costs one multiply-add
+# with the subtraction of the maximum. `unit` is log2(e) times whatever factor scores still want,
+# and positive, so that it can be applied to the maximum alone.
+
+LN_2 = math.log(2)
+
+
+def update_base2(running: Running, scores: jax.Array, unit: float) -> Update:
+    """:func:`update` for scores (rows, columns) in units of `unit`; m is a power of 2."""
+    m = jnp.maximum(running.m, scores.max(-1) * unit)
+    alpha = jnp.exp2(running.m - _finite(m))
+    p = jnp.exp2(scores * unit - _finite(m)[..., None])
+    return Update(Running(m, running.l * alpha + p.sum(-1)), alpha, p)
+
+
+def finish_base2(running: Running, sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """:func:`finish`, from base 2 to the natural log."""
+    return finish(Running(running.m * LN_2, running.l), sink)
+
+
+def probabilities_base2(scores: jax.Array, unit: float, lse: jax.Array) -> jax.Array:
+    """:func:`probabilities` for scores in units of `unit`, with rows and `lse` as given."""
+    return jnp.exp2(scores * unit - _finite(lse) * (1 / LN_2))

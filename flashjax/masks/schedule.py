@@ -131,10 +131,10 @@ def _ranges(bounds: Bounds, own: Blocks, other: Blocks) -> Ranges:
         first, stop = -(-clipped(begin) // size), clipped(end) // size
         some = first < stop
         full.append((jnp.where(some, first, 0), jnp.where(some, stop, 0)))
-    return Ranges(_pairs(_disjoint(visit)), _pairs(full))
+    return Ranges(_pairs(disjoint(visit)), _pairs(full))
 
 
-def _disjoint(ranges: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+def disjoint(ranges: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
     """Orders two ranges of tiles and takes from the second what the first already holds."""
     if len(ranges) == 1:
         return ranges

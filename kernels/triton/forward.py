@@ -1,0 +1,89 @@
+"""The forward kernel: FlashAttention-2's (arXiv:2307.08691, Alg. 1), a program a row block.
+
+Each program keeps its rows' queries, walks the tiles of its schedule, PARTIAL ones first, and
+divides once at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flashjax.kernels import softmax
+from flashjax.kernels.triton import language as tl
+from flashjax.kernels.triton.config import ForwardConfig
+from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, product, scaled_sum
+from flashjax.kernels.triton.tile import Scorer, Tile, used
+from flashjax.kernels.triton.walk import Walker
+from flashjax.masks import Blocks
+from flashjax.spec import Operands, Spec
+from flashjax.varying import varying_axes
+
+
+def forward(
+    spec: Spec, config: ForwardConfig, operands: Operands, *, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Output (B, T, N, Hv) and LSE (B, N, T)."""
+    rows, columns = Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns)
+    scorer = Scorer(spec, operands)
+    precision = tl.precision_of(spec.dtype, spec.precision, interpret=interpret)
+    walker = Walker(spec, operands.mask, rows, columns, "rows")
+    group = spec.group
+
+    query = Matrix(operands.query, lambda _, n, b: (b, n))
+    key = Matrix(operands.key, lambda _, n, b: (b, n // group))
+    value = Matrix(operands.value, lambda _, n, b: (b, n // group))
+    out = Matrix(spec.out, lambda _, n, b: (b, n))
+    lse = Rows(spec.lse, lambda _, n, b: (b, n))
+    own = scorer.blocks()
+    path = walker.blocks()
+
+    def kernel(*refs: Any) -> None:
+        q_ref, k_ref, v_ref, *rest = refs
+        operand_refs, walk_refs = rest[: len(own)], rest[len(own) : -2]
+        out_ref, lse_ref = rest[-2:]
+        block = walker.block(tl.program(0))
+        reader = scorer.at(operand_refs)
+        q = query.load(q_ref, block * rows.size, rows)
+
+        def take(masked: bool) -> Any:
+            def body(j: jax.Array, carry: Any) -> Any:
+                running, acc = carry
+                tile = Tile(block * rows.size, j * columns.size, rows.size, columns.size)
+                k = key.load(k_ref, tile.column, columns, masked)
+                v = value.load(v_ref, tile.column, columns, masked)
+                scored = reader.score(product(q, k, precision), tile, masked)
+                v = v.only(used(scored.keep, tile.row_axis))
+                running, alpha, p = softmax.update_base2(running, scored.scores, scorer.unit)
+                (p,) = reader.drop(tile, p)
+                return running, scaled_sum(acc, alpha, p, v, precision)
+
+            return body
+
+        carry = (
+            softmax.start((rows.size,), jnp.dtype(jnp.float32)),
+            Parts.zeros(rows.size, spec.value_dim),
+        )
+        (m, l), acc = walker.run(walk_refs, 0, block, take, carry)
+        sink = None
+        if operands.sinks is not None:
+            tile = Tile(0, 0, rows.size, columns.size)
+            sink = reader.load("sinks", tile).astype(jnp.float32)
+        factor, lse_rows = softmax.finish_base2(softmax.Running(m, l), sink)
+        out.store(out_ref, block * rows.size, rows, acc.times(factor))
+        lse.store(lse_ref, block * rows.size, rows, lse_rows)
+
+    found = tl.launch(
+        kernel,
+        "flashjax_forward",
+        (rows.count, spec.heads, spec.batch),
+        [query.block, key.block, value.block, *own, *path],
+        [out.block, lse.block],
+        warps=config.warps,
+        stages=config.stages,
+        axes=varying_axes(operands.query),
+        interpret=interpret,
+    )
+    return found[0], found[1]

@@ -1,0 +1,153 @@
+"""All contact with Pallas's Triton lowering: the only module of flashjax that names its API.
+
+JAX has marked this lowering deprecated since 0.11 (docs/design.md, "When JAX drops the Triton
+lowering", says what happens then). Its warning comes where XLA lowers a program, out of reach of
+any context manager of ours, so that one message is silenced for the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.sharding import ManualAxisType
+
+from flashjax.varying import cast_varying
+
+warnings.filterwarnings(
+    "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+)
+
+LEAST = 16  # Triton's products want at least 16 in every dimension
+IndexMap = Callable[..., tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One array of a kernel and the block of it that a program sees; None takes one index away.
+
+    ``index`` gives the block's place from the program's grid position; the dims that it does not
+    tell apart are whole.
+    """
+
+    array: Any  # an array, or the ShapeDtypeStruct of an output
+    shape: tuple[int | None, ...]
+    index: IndexMap
+
+    @property
+    def spec(self) -> pl.BlockSpec:
+        return pl.BlockSpec(self.shape, self.index)
+
+
+def launch(
+    kernel: Callable[..., None],
+    name: str,
+    grid: tuple[int, int, int],
+    inputs: Sequence[Block],
+    outputs: Sequence[Block],
+    *,
+    warps: int,
+    stages: int,
+    axes: frozenset[str],
+    interpret: bool,
+) -> list[jax.Array]:
+    """Runs ``kernel(*input refs, *output refs)`` over the grid, its first dim running fastest."""
+    varying: dict[str, Any] = {"manual_axis_type": ManualAxisType(varying=axes)} if axes else {}
+    shapes = [jax.ShapeDtypeStruct(out.array.shape, out.array.dtype, **varying) for out in outputs]
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shapes,
+        grid=grid,
+        in_specs=[x.spec for x in inputs],
+        out_specs=[x.spec for x in outputs],
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name=name,
+    )
+    found: list[jax.Array] = call(*cast_varying([x.array for x in inputs], axes))
+    return found
+
+
+def program(axis: int) -> jax.Array:
+    return pl.program_id(axis)
+
+
+def load(ref: Any, index: tuple[Any, ...], mask: jax.Array | None = None) -> jax.Array:
+    """Values at `index`; 0 where `mask` is False."""
+    index = _traced(index)
+    if mask is None:
+        return plt.load(ref.at[index])
+    other = False if ref.dtype == jnp.bool_ else jnp.zeros((), ref.dtype)
+    return plt.load(ref.at[index], mask=mask, other=other)
+
+
+def store(ref: Any, index: tuple[Any, ...], value: jax.Array, mask: jax.Array | None) -> None:
+    plt.store(ref.at[_traced(index)], value.astype(ref.dtype), mask=mask)
+
+
+def _traced(index: tuple[Any, ...]) -> tuple[Any, ...]:
+    """JAX 0.12's interpreter wants arrays for numbers in an index."""
+    return tuple(jnp.int32(i) if isinstance(i, int) else i for i in index)
+
+
+def span(start: Any, size: int) -> Any:
+    return pl.ds(start, size)
+
+
+def power_of_two(n: int) -> int:
+    return max(LEAST, 1 << (n - 1).bit_length())
+
+
+def parts_of(dim: int) -> tuple[int, ...]:
+    """Powers of two that cover a head dim: one, or two where that wastes less.
+
+    96 is 64 + 32 and not 128: every array in a Triton kernel has a power of two of elements.
+    """
+    whole = power_of_two(dim)
+    half = whole // 2
+    if half < LEAST or dim <= half:
+        return (whole,)
+    rest = power_of_two(dim - half)
+    return (whole,) if rest >= half else (half, rest)
+
+
+def dot(a: jax.Array, b: jax.Array, precision: Any) -> jax.Array:
+    """a @ b with a float32 sum."""
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (0,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def precision_of(dtype: Any, precision: Any, *, interpret: bool) -> Any:
+    """What a product of this dtype is asked for; only float32 has a choice.
+
+    "highest" takes three TF32 products on the tensor cores: as near to float32 as float32's own
+    sums are (docs/kernel-notes.md, "float32").
+    """
+    if dtype != jnp.float32:
+        return None
+    if precision == lax.Precision.HIGHEST and not interpret:
+        return lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return precision
+
+
+def addressable(x: jax.Array) -> jax.Array:
+    """`x` in a form whose every element Triton's lowering can address.
+
+    It counts elements in 32 signed bits unless the array has more than 2³² bytes; an array of
+    bytes can have more elements than that counts without being so large.
+    """
+    if x.dtype.itemsize == 1 and 2**31 <= x.size <= 2**32:
+        return x.astype(jnp.int16)
+    return x

@@ -1,0 +1,71 @@
+"""Gradients of operands that are broadcast over the logits: sums of one value per element.
+
+Operands of rows (and of nothing) are summed in the pass over row blocks, those of columns in the
+pass over column blocks, each in the kernel along its block and outside it over batch and heads.
+Operands with both, only a bias can be that, have a pass of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flashjax.kernels.triton.tile import Pulled, Scored, hidden
+from flashjax.spec import Spec
+
+Kind = Literal["rows", "columns", "tile"]
+
+
+class Sum(NamedTuple):
+    """A wanted gradient: its operand, its place among the operand's floating leaves, its shape."""
+
+    name: str
+    leaf: int
+    shape: tuple[int, ...]
+
+    @property
+    def kind(self) -> Kind:
+        if self.shape[3] == 1:
+            return "rows"
+        return "columns" if self.shape[2] == 1 else "tile"
+
+    def of(self, scored: Scored, pulled: Pulled) -> jax.Array:
+        """The tile's values."""
+        if self.name == "scale":
+            return hidden(pulled.raw * scored.products, scored.keep)
+        return pulled.raw if self.name == "bias" else pulled.leaves[self.leaf]
+
+
+def sums(spec: Spec, kind: Kind) -> list[Sum]:
+    """The wanted gradients of one kind."""
+    found = []
+    for name in ("scale", "bias", "score"):
+        if name in spec.wanted:
+            leaves = jax.tree.leaves(getattr(spec.shapes, name))
+            floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+            found += [Sum(name, i, tuple(x.shape)) for i, x in enumerate(floating)]
+    return [x for x in found if x.kind == kind]
+
+
+def summed(vector: jax.Array, of: Sum) -> jax.Array:
+    """(B, N, T or S) sums along tiles, summed on to the operand's shape."""
+    spread = vector[..., None] if of.kind == "rows" else vector[..., None, :]
+    axes = [i for i, size in enumerate(of.shape) if size == 1 and spread.shape[i] != 1]
+    return spread.sum(axes, keepdims=True) if axes else spread
+
+
+def in_structure(spec: Spec, found: dict[tuple[str, int], jax.Array]) -> dict[str, Any]:
+    """Gradients by operand, those of a score as a tuple of its leaves with None for integers."""
+    grads: dict[str, Any] = {}
+    for name in {name for name, _ in found}:
+        mine = iter(array for key, array in sorted(found.items()) if key[0] == name)
+        if name == "score":
+            leaves = jax.tree.leaves(spec.shapes.score)
+            grads[name] = tuple(
+                next(mine) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in leaves
+            )
+        else:
+            grads[name] = next(mine)
+    return grads

@@ -1,0 +1,317 @@
+"""What happens to one tile of scores, the same in every pass: scale, bias, modifier, mask, dropout.
+
+Scores are kept in units of ``Scorer.unit``: score · unit is the exponent of 2. A plain scale is
+folded into the unit, so that a tile costs one multiply-add before its exp2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax import dropout
+from flashjax.kernels import softmax
+from flashjax.kernels.triton import language as tl
+from flashjax.kernels.triton.matrix import Parts
+from flashjax.kernels.triton.replay import lowerable
+from flashjax.scores import Score
+from flashjax.spec import Operands, Spec
+from flashjax.structure import At, Blocked, is_blocked
+
+LOG2_E = math.log2(math.e)
+
+
+class Tile(NamedTuple):
+    """Where a tile lies. Its arrays are rows × columns, or columns × rows where `transposed`."""
+
+    row: Any
+    column: Any
+    rows: int
+    columns: int
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+
+    @property
+    def row_axis(self) -> int:
+        return 1 if self.transposed else 0
+
+    @property
+    def column_axis(self) -> int:
+        return 1 - self.row_axis
+
+    def of_rows(self, vector: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(vector, self.shape, (self.row_axis,))
+
+    def of_columns(self, vector: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(vector, self.shape, (self.column_axis,))
+
+    def positions(self) -> tuple[jax.Array, jax.Array]:
+        return (
+            self.row + lax.broadcasted_iota(jnp.int32, self.shape, self.row_axis),
+            self.column + lax.broadcasted_iota(jnp.int32, self.shape, self.column_axis),
+        )
+
+
+class Scored(NamedTuple):
+    """A tile of scores and what its backward needs."""
+
+    scores: jax.Array  # in units of Scorer.unit, −inf where hidden
+    raw: jax.Array  # scale · q·k + bias; q·k itself where the unit holds the scale
+    products: jax.Array  # q·k
+    keep: jax.Array | None  # None where all elements take part
+
+
+class Pulled(NamedTuple):
+    """A tile's weights and gradients."""
+
+    weights: jax.Array  # P, after dropout
+    raw: jax.Array  # gradient of Scored.raw
+    products: jax.Array  # gradient of q·k, but for a scale that the unit holds
+    leaves: list[jax.Array]  # gradients of the score modifier's floating arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """The shape of one rank-4 operand and how its values lie on a tile."""
+
+    shape: tuple[int, ...]
+    block: tuple[int, int] | None = None  # of `Blocked` values
+
+    def load(self, ref: Any, at: Any, tile: Tile, spec: Spec) -> jax.Array:
+        """The tile's values of batch member and head `at`; a scalar, or a full tile."""
+        lead = tuple(i if size != 1 else 0 for i, size in zip(at, self.shape[:2], strict=True))
+        if self.block is not None:
+            row, column = tile.positions()
+            last_row, last_column = self.shape[2] - 1, self.shape[3] - 1
+            return tl.load(
+                ref,
+                (
+                    *lead,
+                    jnp.minimum(lax.div(row, jnp.int32(self.block[0])), last_row),
+                    jnp.minimum(lax.div(column, jnp.int32(self.block[1])), last_column),
+                ),
+            )
+        of_rows, of_columns = self.shape[2] != 1, self.shape[3] != 1
+        rows, columns = tl.span(tile.row, tile.rows), tl.span(tile.column, tile.columns)
+        in_rows, in_columns = inside(spec, tile)
+        if not of_rows and not of_columns:
+            return tl.load(ref, (*lead, 0, 0))
+        if not of_columns:
+            return tile.of_rows(tl.load(ref, (*lead, rows, 0), in_rows))
+        if not of_rows:
+            return tile.of_columns(tl.load(ref, (*lead, 0, columns), in_columns))
+        flat = tile._replace(transposed=False)
+        masks = [
+            spread(mask)
+            for spread, mask in ((flat.of_rows, in_rows), (flat.of_columns, in_columns))
+            if mask is not None
+        ]
+        mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
+        values = tl.load(ref, (*lead, rows, columns), mask)
+        return values.T if tile.transposed else values
+
+
+def inside(spec: Spec, tile: Tile) -> tuple[jax.Array | None, jax.Array | None]:
+    """Which of the tile's rows and columns exist; None where all do."""
+    rows = columns = None
+    if spec.rows % tile.rows:
+        rows = tile.row + lax.iota(jnp.int32, tile.rows) < spec.rows
+    if spec.columns % tile.columns:
+        columns = tile.column + lax.iota(jnp.int32, tile.columns) < spec.columns
+    return rows, columns
+
+
+class Scorer:
+    """Computes tiles of scores and takes gradients back through them, inside a kernel.
+
+    `heads` is how many query heads a program sees; `per_program` gives its first from the grid.
+    """
+
+    def __init__(self, spec: Spec, operands: Operands) -> None:
+        rest = dataclasses.replace(operands, query=None, key=None, value=None)
+        leaves, tree = jax.tree.flatten(rest, is_leaf=is_blocked)
+        self._tree: Any = tree
+        self.spec = spec
+        self.arrays = [tl.addressable(x.values if isinstance(x, Blocked) else x) for x in leaves]
+        self.leaves = [
+            Leaf(x.values.shape, (x.block_rows, x.block_columns))
+            if isinstance(x, Blocked)
+            else Leaf(x.shape)
+            for x in leaves
+        ]
+        shapes = spec.shapes
+        plain = shapes.bias is None and shapes.score is None
+        self.folded = plain and spec.scale is not None and spec.scale > 0
+        self.unit = LOG2_E * (spec.scale if self.folded and spec.scale is not None else 1.0)
+
+    def blocks(self, heads: int = 1, batches: int = 1) -> list[tl.Block]:
+        """The operands as a kernel's inputs, for programs of that many heads and members each."""
+        return [self.block(x, heads, batches) for x in self.arrays]
+
+    @staticmethod
+    def block(array: Any, heads: int, batches: int) -> tl.Block:
+        """A rank-4 array that broadcasts over batch and heads."""
+        b, n = array.shape[:2]
+        shape = (1 if b == 1 else batches, 1 if n == 1 else heads, *array.shape[2:])
+
+        def index(_: Any, head: Any, batch: Any) -> tuple[Any, ...]:
+            return (0 if b == 1 else batch, 0 if n == 1 else head, 0, 0)
+
+        return tl.Block(array, shape, index)
+
+    def scaled(self, gradient: Parts) -> Parts:
+        """dQ or dK, with the scale that the unit holds."""
+        if not self.folded:
+            return gradient
+        factor = jnp.float32(self.spec.scale)
+        return gradient.map(lambda x: x * factor)
+
+    def at(self, refs: Any, at: Any = (0, 0)) -> Reader:
+        """What a program reads of one of its batch members and heads, counted within its own."""
+        pairs = [_Pair(ref, leaf) for ref, leaf in zip(refs, self.leaves, strict=True)]
+        return Reader(self, self._tree.unflatten(pairs), at)
+
+
+class _Pair(NamedTuple):
+    ref: Any
+    leaf: Leaf
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, _Pair)
+
+
+class Reader:
+    """One head's operands, read tile by tile."""
+
+    def __init__(self, scorer: Scorer, operands: Any, at: Any) -> None:
+        self.scorer, self.spec = scorer, scorer.spec
+        self._operands, self._at = operands, at
+
+    def load(self, name: str, tile: Tile) -> Any:
+        """The operand's values on the tile, in its own structure."""
+
+        def one(pair: Any) -> jax.Array:
+            ref, leaf = pair
+            return leaf.load(ref, self._at, tile, self.spec)
+
+        return jax.tree.map(one, getattr(self._operands, name), is_leaf=_is_pair)
+
+    def scale(self, tile: Tile) -> Any:
+        """The factor of q·k that the unit does not hold."""
+        if self.scorer.folded:
+            return None
+        if self.spec.scale is not None:
+            return self.spec.scale
+        return self.load("scale", tile).astype(jnp.float32)
+
+    def at(self, tile: Tile, ids: bool) -> At:
+        row, column = tile.positions()
+        if not ids:
+            return At(row, column)
+        batch, head = (self.load(name, tile) for name in ("batch_id", "head_id"))
+        return At(row, column, *(jnp.full(tile.shape, x, jnp.int32) for x in (batch, head)))
+
+    def score(self, products: jax.Array, tile: Tile, masked: bool) -> Scored:
+        shapes, scale = self.spec.shapes, self.scale(tile)
+        raw = products if scale is None else products * scale
+        keep = self._exists(tile) if masked else None
+        if shapes.bias is not None:
+            bias = self.load("bias", tile)
+            bias = jnp.broadcast_to(bias, tile.shape).astype(jnp.float32)
+            keep = _and(keep, bias != -jnp.inf)
+            raw = raw + jnp.where(bias == -jnp.inf, 0.0, bias)
+        if masked and shapes.mask is not None:
+            mask = self.load("mask", tile)
+            at = self.at(tile, mask.uses_ids)
+            keep = _and(keep, jnp.broadcast_to(lowerable(mask.keep)(at) != 0, tile.shape))
+        scores = raw
+        if shapes.score is not None:
+            score = self.load("score", tile)
+            scores = lowerable(score.apply)(raw, self.at(tile, score.uses_ids))
+        if keep is not None:
+            scores = jnp.where(keep, scores, -jnp.inf)
+        return Scored(scores, raw, products, keep)
+
+    def _exists(self, tile: Tile) -> jax.Array | None:
+        rows, columns = inside(self.spec, tile)
+        exists = None if rows is None else tile.of_rows(rows)
+        return exists if columns is None else _and(exists, tile.of_columns(columns))
+
+    def drop(self, tile: Tile, *tiles: jax.Array) -> tuple[jax.Array, ...]:
+        """Dropout on tiles of weights: each is 0 or divided by 1 − rate."""
+        rate = self.spec.dropout_rate
+        if not rate:
+            return tiles
+        row, column = tile.positions()
+        stays = dropout.keep(self.load("seed", tile), row, column, rate)
+        return tuple(jnp.where(stays, x * (1 / (1 - rate)), 0.0) for x in tiles)
+
+    def pull(
+        self, scored: Scored, d_scores: jax.Array, tile: Tile
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """From dS of the modified scores to that of the raw ones, and of the modifier's arrays.
+
+        The arrays' gradients are full tiles, of its floating leaves alone, in their order.
+        """
+        if self.spec.shapes.score is None:
+            return d_scores, []
+        score = self.load("score", tile)
+        at = self.at(tile, score.uses_ids)
+        leaves, tree = jax.tree.flatten(score)
+        leaves = [jnp.broadcast_to(x, tile.shape) for x in leaves]
+        floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+
+        def back(raw: jax.Array, d_scores: jax.Array, *leaves: jax.Array) -> Any:
+            def modified(raw: jax.Array, floats: list[jax.Array]) -> jax.Array:
+                rest = iter(floats)
+                filled = [next(rest) if f else x for f, x in zip(floating, leaves, strict=True)]
+                modifier: Score = jax.tree.unflatten(tree, filled)
+                return modifier.apply(raw, at_tile)
+
+            floats = [x for f, x in zip(floating, leaves, strict=True) if f]
+            return jax.vjp(modified, raw, floats)[1](d_scores)
+
+        at_tile = at
+        d_raw, d_floats = lowerable(back)(scored.raw, d_scores, *leaves)
+        return hidden(d_raw, scored.keep), [
+            hidden(g.astype(jnp.float32), scored.keep) for g in d_floats
+        ]
+
+    def back(
+        self, scored: Scored, lse: jax.Array, delta: jax.Array, d_p: jax.Array, tile: Tile
+    ) -> Pulled:
+        """From a tile of scores and dP = dO·Vᵀ to P and dS = P ∘ (dP − Δ), taken back to q·k.
+
+        `lse` and `delta` are vectors of rows.
+        """
+        p = softmax.probabilities_base2(scored.scores, self.scorer.unit, tile.of_rows(lse))
+        dropped, d_p = self.drop(tile, p, d_p)
+        d_scores = hidden(p * (d_p - tile.of_rows(delta)), scored.keep)
+        d_raw, d_leaves = self.pull(scored, d_scores, tile)
+        scale = self.scale(tile)
+        return Pulled(dropped, d_raw, d_raw if scale is None else d_raw * scale, d_leaves)
+
+
+def hidden(x: jax.Array, keep: jax.Array | None) -> jax.Array:
+    """`x`, with 0 where an element is hidden."""
+    return x if keep is None else jnp.where(keep, x, 0.0)
+
+
+def used(keep: jax.Array | None, axis: int) -> jax.Array | None:
+    """Which rows (or columns) of a tile see any element, the other `axis` summed away."""
+    if keep is None:
+        return None
+    return jnp.where(keep, jnp.int32(1), jnp.int32(0)).max(axis) > 0
+
+
+def _and(a: jax.Array | None, b: jax.Array) -> jax.Array:
+    return b if a is None else a & b

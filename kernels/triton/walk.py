@@ -1,0 +1,96 @@
+"""A program's walk over the tiles of its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax.kernels.triton import language as tl
+from flashjax.kernels.visits import Visits, count_of, tile_at, visits
+from flashjax.masks import Blocks, Mask, schedule
+from flashjax.masks.bounds import Axis
+from flashjax.spec import Spec
+
+
+class Walker:
+    """The tiles that each block of `axis` visits, and the loops over them.
+
+    Without a mask nothing is read: all tiles are FULL but a last one that hangs over the end.
+    """
+
+    def __init__(
+        self, spec: Spec, mask: Mask | None, rows: Blocks, columns: Blocks, axis: Axis
+    ) -> None:
+        self.own, self.other = (rows, columns) if axis == "rows" else (columns, rows)
+        # Any element of a bias may be −inf: every tile then evaluates its element mask.
+        self._masked = spec.shapes.bias is not None
+        self._visits: Visits | None = None
+        if mask is not None:
+            walk = schedule(mask, rows, columns, axis)
+            self._visits = visits(walk, masked=self._masked)
+
+    def blocks(self, heads: int = 1) -> list[tl.Block]:
+        """The schedule as a kernel's inputs, for programs of `heads` heads each."""
+        if self._visits is None:
+            return []
+
+        def block(array: jax.Array) -> tl.Block:
+            b, n = array.shape[:2]
+            shape = (None, 1 if n == 1 else heads, *array.shape[2:])
+
+            def index(_: Any, head: Any, batch: Any) -> tuple[Any, ...]:
+                rest = (0,) * (array.ndim - 2)
+                return (0 if b == 1 else batch, 0 if n == 1 else head, *rest)
+
+            return tl.Block(array, shape, index)
+
+        arrays = [self._visits.ranges, self._visits.tiles]
+        return [block(x) for x in arrays if x is not None]
+
+    def block(self, program: Any) -> Any:
+        """The block that a program takes: the last first, since under Causal it is the longest."""
+        return self.own.count - 1 - program
+
+    def run(
+        self,
+        refs: Any,
+        head: Any,
+        block: Any,
+        take: Callable[[bool], Callable[[jax.Array, Any], Any]],
+        carry: Any,
+    ) -> Any:
+        """``take(masked)(tile, carry)`` over all tiles, those that need an element mask first."""
+        partial, full, tile = self._of(refs, head, block)
+        for masked, ranges in ((True, partial), (False, full)):
+            if ranges:
+                body = take(masked)
+                carry = lax.fori_loop(
+                    jnp.int32(0),
+                    jnp.int32(count_of(ranges)),
+                    lambda i, c, body=body, ranges=ranges: body(tile(tile_at(ranges, i)), c),
+                    carry,
+                )
+        return carry
+
+    def _of(self, refs: Any, head: Any, block: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+        if self._visits is None:
+            whole = 0 if self._masked else self.other.length // self.other.size
+            partial = [(whole, self.other.count)] if whole < self.other.count else []
+            return partial, [(0, whole)] if whole else [], lambda i: i
+        array, listed = self._visits.ranges, self._visits.tiles
+        h = head if array.shape[1] != 1 else 0
+        row = block if array.shape[2] != 1 else 0
+
+        def read(i: int) -> tuple[Any, Any]:
+            return tl.load(refs[0], (h, row, i, 0)), tl.load(refs[0], (h, row, i, 1))
+
+        ranges = [read(i) for i in range(array.shape[3])]
+        n = self._visits.partial
+        if listed is None:
+            return ranges[:n], ranges[n:], lambda i: i
+        listed_row = block if listed.shape[2] != 1 else 0
+        return ranges[:n], ranges[n:], lambda i: tl.load(refs[1], (h, listed_row, i))
