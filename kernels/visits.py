@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from flashjax.masks import Lists, Ranges, Schedule
-from flashjax.masks.schedule import disjoint
+from flashjax.masks.schedule import Pair, disjoint
 
 
 @jax.tree_util.register_dataclass
@@ -52,31 +52,36 @@ def _from_lists(walk: Lists, masked: bool) -> Visits:
     return Visits(jnp.stack(ranges, -2), tiles, 1)
 
 
-Pair = tuple[jax.Array, jax.Array]
-
-
 def _from_ranges(walk: Ranges, masked: bool) -> Visits:
-    seen = _pairs(walk.visit)
+    partial, full = parted(_pairs(walk.visit), disjoint(_pairs(walk.full)), masked=masked)
+    stacked = [jnp.stack(jnp.broadcast_arrays(*pair), -1) for pair in (*partial, *full)]
+    return Visits(jnp.stack(stacked, -2), None, len(partial))
+
+
+def parted(
+    visit: list[Pair], full: list[Pair], *, masked: bool = False
+) -> tuple[list[Pair], list[Pair]]:
+    """Ranges of PARTIAL and of FULL tiles, from disjoint ranges of all and of FULL ones."""
     if masked:
-        return Visits(walk.visit, None, len(seen))
-    full = disjoint(_pairs(walk.full))
-    inside = [(jnp.maximum(b, x), jnp.minimum(e, y)) for b, e in seen for x, y in full]
+        return visit, []
+    inside = [(jnp.maximum(b, x), jnp.minimum(e, y)) for b, e in visit for x, y in full]
     outside: list[Pair] = []
-    for begin, end in seen:
-        ends = [x for x, _ in full]
-        starts = [y for _, y in full]
+    for begin, end in visit:
+        starts, ends = [y for _, y in full], [x for x, _ in full]
         for start, stop in zip([begin, *starts], [*ends, end], strict=True):
             outside.append((jnp.maximum(begin, start), jnp.minimum(end, stop)))
-    pairs = [(begin, jnp.maximum(begin, end)) for begin, end in (*outside, *inside)]
-    ranges = jnp.stack([jnp.stack(jnp.broadcast_arrays(*pair), -1) for pair in pairs], -2)
-    return Visits(ranges, None, len(outside))
+
+    def ordered(pairs: list[Pair]) -> list[Pair]:
+        return [(begin, jnp.maximum(begin, end)) for begin, end in pairs]
+
+    return ordered(outside), ordered(inside)
 
 
 def _pairs(ranges: jax.Array) -> list[Pair]:
     return [(ranges[..., i, 0], ranges[..., i, 1]) for i in range(ranges.shape[-2])]
 
 
-def tile_at(ranges: list[tuple[Any, Any]], index: Any) -> Any:
+def tile_at(ranges: list[Pair], index: Any) -> Any:
     """The index-th of the tiles in the ranges, from scalars in a kernel."""
     before = list(itertools.accumulate((end - begin for begin, end in ranges), initial=0))
     tile = ranges[0][0] + index
@@ -85,5 +90,5 @@ def tile_at(ranges: list[tuple[Any, Any]], index: Any) -> Any:
     return tile
 
 
-def count_of(ranges: list[tuple[Any, Any]]) -> Any:
+def count_of(ranges: list[Pair]) -> Any:
     return sum(end - begin for begin, end in ranges)

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from flashjax.masks.bounds import Axis, Blocks, Bounds, complement, intersect, unite
+from flashjax.masks.bounds import Axis, Blocks, Bounds, Range, complement, intersect, unite
 from flashjax.structure import At, Structure, nested, structure
 
 # Verdicts are ordered so that And is their minimum, Or their maximum and Not their reversal.
@@ -32,6 +33,13 @@ class Mask(Structure):
         """The ranges of the other axis (`length` positions) that each block of `axis` sees.
 
         None where at most two ranges a block cannot say it; then `verdict` serves.
+        """
+        return None
+
+    def seen(self, positions: Any, length: int, axis: Axis) -> Range | None:
+        """The range of the other axis (`length` positions) that each position sees, in numpy.
+
+        None where it is no range, or depends on arrays.
         """
         return None
 
@@ -137,6 +145,16 @@ class And(_Combined):
 
     def bounds(self, blocks: Blocks, length: int, axis: Axis) -> Bounds | None:
         return self._fold(intersect, blocks, length, axis)
+
+    def seen(self, positions: Any, length: int, axis: Axis) -> Range | None:
+        parts = [part.seen(positions, length, axis) for part in self.parts]
+        ranges = [part for part in parts if part is not None]
+        if len(ranges) < len(parts):
+            return None
+        return Range(
+            functools.reduce(np.maximum, (r.begin for r in ranges)),
+            functools.reduce(np.minimum, (r.end for r in ranges)),
+        )
 
     def verdict(self, rows: Blocks, columns: Blocks) -> jax.Array:
         return functools.reduce(jnp.minimum, (p.verdict(rows, columns) for p in self.parts))

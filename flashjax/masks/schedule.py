@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flashjax.masks.algebra import EMPTY, FULL, Mask
 from flashjax.masks.bounds import Axis, Blocks, Bounds, Range
@@ -114,13 +115,17 @@ def tiles(walk: Schedule, own: Blocks, other: Blocks) -> tuple[jax.Array, jax.Ar
     return visited.sum(), full.sum()
 
 
-def _ranges(bounds: Bounds, own: Blocks, other: Blocks) -> Ranges:
-    lead = jnp.broadcast_shapes(
-        (1, 1, own.count), *(jnp.shape(x) for r in (*bounds.visit, *bounds.full) for x in r)
-    )
+Pair = tuple[Any, Any]
+
+
+def tile_ranges(bounds: Bounds, other: Blocks) -> tuple[list[Pair], list[Pair]]:
+    """Ranges of tiles for ranges of positions: those to visit, disjoint, and those that are FULL.
+
+    Works on the bounds of all blocks, and inside a kernel on those of one.
+    """
 
     def clipped(x: Any) -> jax.Array:
-        return jnp.broadcast_to(jnp.clip(jnp.asarray(x, jnp.int32), 0, other.length), lead)
+        return jnp.clip(jnp.asarray(x, jnp.int32), 0, other.length)
 
     size, visit, full = other.size, [], []
     for begin, end in bounds.visit:
@@ -131,10 +136,17 @@ def _ranges(bounds: Bounds, own: Blocks, other: Blocks) -> Ranges:
         first, stop = -(-clipped(begin) // size), clipped(end) // size
         some = first < stop
         full.append((jnp.where(some, first, 0), jnp.where(some, stop, 0)))
-    return Ranges(_pairs(disjoint(visit)), _pairs(full))
+    return disjoint(visit), full
 
 
-def disjoint(ranges: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+def _ranges(bounds: Bounds, own: Blocks, other: Blocks) -> Ranges:
+    visit, full = tile_ranges(bounds, other)
+    shapes = (jnp.shape(x) for pair in (*visit, *full) for x in pair)
+    lead = jnp.broadcast_shapes((1, 1, own.count), *shapes)
+    return Ranges(_pairs(visit, lead), _pairs(full, lead))
+
+
+def disjoint(ranges: list[Pair]) -> list[Pair]:
     """Orders two ranges of tiles and takes from the second what the first already holds."""
     if len(ranges) == 1:
         return ranges
@@ -146,8 +158,10 @@ def disjoint(ranges: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array,
     return [(b0, e0), (b1, jnp.maximum(b1, e1))]
 
 
-def _pairs(ranges: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    return jnp.stack([jnp.stack(pair, -1) for pair in ranges], -2)
+def _pairs(ranges: list[Pair], lead: tuple[int, ...]) -> jax.Array:
+    return jnp.stack(
+        [jnp.stack([jnp.broadcast_to(x, lead) for x in pair], -1) for pair in ranges], -2
+    )
 
 
 def _lists(verdict: jax.Array, other: Blocks) -> Lists:
@@ -170,3 +184,21 @@ def groups(walk: Schedule) -> tuple[int, int]:
 
 def size_bytes(walk: Schedule) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(walk))
+
+
+def hides(mask: Mask | None, rows: int, columns: int) -> tuple[bool, bool]:
+    """Whether some row sees no column at all, and whether some column is seen by no row.
+
+    True where that is not known before the arrays are.
+    """
+    if mask is None:
+        return False, False
+    by_row = mask.seen(np.arange(rows), columns, "rows")
+    by_column = mask.seen(np.arange(columns), rows, "columns")
+
+    def any_empty(seen: Range | None, length: int) -> bool:
+        return seen is None or bool(
+            (np.maximum(seen.begin, 0) >= np.minimum(seen.end, length)).any()
+        )
+
+    return any_empty(by_row, columns), any_empty(by_column, rows)

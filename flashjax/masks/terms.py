@@ -46,8 +46,20 @@ class _Band(Mask):
         return span(seen(blocks.begin, length), seen(blocks.last, length))
 
 
+class _Line(_Band):
+    """A band whose ends are the position plus a number, or open."""
+
+    offset: Any
+
+    def seen(self, positions: Any, length: int, axis: Axis) -> Range | None:
+        if not isinstance(self.offset, int):
+            return None
+        seen = self._columns_of if axis == "rows" else self._rows_of
+        return seen(positions, length)
+
+
 @structure
-class Causal(_Band):
+class Causal(_Line):
     """Columns up to ``row + offset``.
 
     ``align="top_left"`` (as in jax.nn) counts rows from 0; ``"bottom_right"`` lets the last row
@@ -85,7 +97,7 @@ class Causal(_Band):
 
 
 @structure
-class Window(_Band):
+class Window(_Line):
     """Columns ``row + offset − left … row + offset + right``; None leaves a side open."""
 
     left: int | None

@@ -18,7 +18,7 @@ from flashjax.kernels.triton.bias import bias_gradient
 from flashjax.kernels.triton.config import BackwardConfig, ForwardConfig
 from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, product, weighted
 from flashjax.kernels.triton.sums import Sum, in_structure, summed, sums
-from flashjax.kernels.triton.tile import Scorer, Tile, used
+from flashjax.kernels.triton.tile import Scorer, Tile
 from flashjax.kernels.triton.walk import Walker
 from flashjax.masks import Blocks
 from flashjax.spec import Aval, Operands, Spec
@@ -61,8 +61,8 @@ def query_gradient(
     """dQ, and for each of `extra` its sums along rows (B, N, T), float32."""
     operands = given.operands
     rows, columns = Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns)
-    scorer = Scorer(spec, operands)
-    precision = tl.precision_of(spec.dtype, spec.precision, interpret=interpret)
+    scorer = Scorer(spec, operands, interpret=interpret)
+    precision = scorer.precision
     walker = Walker(spec, operands.mask, rows, columns, "rows")
     group = spec.group
 
@@ -95,7 +95,7 @@ def query_gradient(
                 scored = reader.score(product(q, k, precision), tile, masked)
                 d_p = product(do, v, precision)
                 pulled = reader.back(scored, row_lse, row_delta, d_p, tile)
-                k = k.only(used(scored.keep, tile.row_axis))
+                k = k.only(reader.columns_seen(scored.keep, tile))
                 vectors = tuple(
                     v + x.of(scored, pulled).sum(tile.column_axis)
                     for v, x in zip(vectors, extra, strict=True)
@@ -135,8 +135,8 @@ def key_gradient(
     """
     operands = given.operands
     rows, columns = Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns)
-    scorer = Scorer(spec, operands)
-    precision = tl.precision_of(spec.dtype, spec.precision, interpret=interpret)
+    scorer = Scorer(spec, operands, interpret=interpret)
+    precision = scorer.precision
     walker = Walker(spec, operands.mask, rows, columns, "columns")
     group = spec.group
 
@@ -171,7 +171,7 @@ def key_gradient(
                     scored = reader.score(product(k, q, precision), tile, masked)
                     d_p = product(v, do, precision)
                     pulled = reader.back(scored, row_lse, row_delta, d_p, tile)
-                    seen = used(scored.keep, tile.column_axis)
+                    seen = reader.rows_seen(scored.keep, tile)
                     dv = dv + weighted(pulled.weights, do.only(seen), precision)
                     dk = dk + weighted(pulled.products, q.only(seen), precision)
                     vectors = tuple(

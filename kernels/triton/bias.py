@@ -33,8 +33,8 @@ def bias_gradient(
 ) -> jax.Array:
     """dBias (B|1, N|1, T, S), in the bias's dtype."""
     rows, columns = Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns)
-    scorer = Scorer(spec, operands)
-    precision = tl.precision_of(spec.dtype, spec.precision, interpret=interpret)
+    scorer = Scorer(spec, operands, interpret=interpret)
+    precision = scorer.precision
     own_batch, own_heads = operands.bias.shape[:2]
     # How many of the call's members and heads a program adds up.
     batches, heads = spec.batch // own_batch, spec.heads // own_heads

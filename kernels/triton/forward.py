@@ -15,7 +15,7 @@ from flashjax.kernels import softmax
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.config import ForwardConfig
 from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, product, scaled_sum
-from flashjax.kernels.triton.tile import Scorer, Tile, used
+from flashjax.kernels.triton.tile import Scorer, Tile
 from flashjax.kernels.triton.walk import Walker
 from flashjax.masks import Blocks
 from flashjax.spec import Operands, Spec
@@ -27,8 +27,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Output (B, T, N, Hv) and LSE (B, N, T)."""
     rows, columns = Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns)
-    scorer = Scorer(spec, operands)
-    precision = tl.precision_of(spec.dtype, spec.precision, interpret=interpret)
+    scorer = Scorer(spec, operands, interpret=interpret)
+    precision = scorer.precision
     walker = Walker(spec, operands.mask, rows, columns, "rows")
     group = spec.group
 
@@ -55,8 +55,10 @@ def forward(
                 k = key.load(k_ref, tile.column, columns, masked)
                 v = value.load(v_ref, tile.column, columns, masked)
                 scored = reader.score(product(q, k, precision), tile, masked)
-                v = v.only(used(scored.keep, tile.row_axis))
-                running, alpha, p = softmax.update_base2(running, scored.scores, scorer.unit)
+                v = v.only(reader.columns_seen(scored.keep, tile))
+                running, alpha, p = softmax.update_base2(
+                    running, scored.scores, scorer.unit, scorer.exp2
+                )
                 (p,) = reader.drop(tile, p)
                 return running, scaled_sum(acc, alpha, p, v, precision)
 

@@ -129,6 +129,27 @@ def dot(a: jax.Array, b: jax.Array, precision: Any) -> jax.Array:
     )
 
 
+def exp2_of(*, interpret: bool) -> Callable[[jax.Array], jax.Array]:
+    """exp2 in one instruction, with results below 2⁻¹²⁶ as 0.
+
+    libdevice's takes four, three of them for such results.
+    """
+    if interpret:
+        return jnp.exp2
+
+    def exp2(x: jax.Array) -> jax.Array:
+        (found,) = plt.elementwise_inline_asm(
+            "ex2.approx.ftz.f32 $0, $1;",
+            args=[x],
+            constraints="=f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        )
+        return found
+
+    return exp2
+
+
 def precision_of(dtype: Any, precision: Any, *, interpret: bool) -> Any:
     """What a product of this dtype is asked for; only float32 has a choice.
 

@@ -19,6 +19,7 @@ from flashjax.kernels import softmax
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.matrix import Parts
 from flashjax.kernels.triton.replay import lowerable
+from flashjax.masks.schedule import hides
 from flashjax.scores import Score
 from flashjax.spec import Operands, Spec
 from flashjax.structure import At, Blocked, is_blocked
@@ -135,11 +136,13 @@ class Scorer:
     `heads` is how many query heads a program sees; `per_program` gives its first from the grid.
     """
 
-    def __init__(self, spec: Spec, operands: Operands) -> None:
+    def __init__(self, spec: Spec, operands: Operands, *, interpret: bool) -> None:
         rest = dataclasses.replace(operands, query=None, key=None, value=None)
         leaves, tree = jax.tree.flatten(rest, is_leaf=is_blocked)
         self._tree: Any = tree
         self.spec = spec
+        self.exp2 = tl.exp2_of(interpret=interpret)
+        self.precision = tl.precision_of(spec.dtype, spec.precision, interpret=interpret)
         self.arrays = [tl.addressable(x.values if isinstance(x, Blocked) else x) for x in leaves]
         self.leaves = [
             Leaf(x.values.shape, (x.block_rows, x.block_columns))
@@ -150,6 +153,11 @@ class Scorer:
         shapes = spec.shapes
         plain = shapes.bias is None and shapes.score is None
         self.folded = plain and spec.scale is not None and spec.scale > 0
+        # What no row sees may be NaN, and 0 · NaN is NaN: such columns (and rows) are read as 0.
+        hidden_rows, hidden_columns = hides(spec.shapes.mask, spec.rows, spec.columns)
+        by_bias = shapes.bias is not None
+        self.guards_rows = hidden_rows or by_bias
+        self.guards_columns = hidden_columns or by_bias
         self.unit = LOG2_E * (spec.scale if self.folded and spec.scale is not None else 1.0)
 
     def blocks(self, heads: int = 1, batches: int = 1) -> list[tl.Block]:
@@ -255,6 +263,17 @@ class Reader:
         stays = dropout.keep(self.load("seed", tile), row, column, rate)
         return tuple(jnp.where(stays, x * (1 / (1 - rate)), 0.0) for x in tiles)
 
+    def rows_seen(self, keep: jax.Array | None, tile: Tile) -> jax.Array | None:
+        """Which rows of the tile see any column; None where what they hold need not be checked."""
+        if keep is None or not self.scorer.guards_rows:
+            return None
+        return jnp.where(keep, jnp.int32(1), jnp.int32(0)).max(tile.column_axis) > 0
+
+    def columns_seen(self, keep: jax.Array | None, tile: Tile) -> jax.Array | None:
+        if keep is None or not self.scorer.guards_columns:
+            return None
+        return jnp.where(keep, jnp.int32(1), jnp.int32(0)).max(tile.row_axis) > 0
+
     def pull(
         self, scored: Scored, d_scores: jax.Array, tile: Tile
     ) -> tuple[jax.Array, list[jax.Array]]:
@@ -293,7 +312,9 @@ class Reader:
 
         `lse` and `delta` are vectors of rows.
         """
-        p = softmax.probabilities_base2(scored.scores, self.scorer.unit, tile.of_rows(lse))
+        scorer = self.scorer
+        lse_tile = tile.of_rows(lse)
+        p = softmax.probabilities_base2(scored.scores, scorer.unit, lse_tile, scorer.exp2)
         dropped, d_p = self.drop(tile, p, d_p)
         d_scores = hidden(p * (d_p - tile.of_rows(delta)), scored.keep)
         d_raw, d_leaves = self.pull(scored, d_scores, tile)
@@ -304,13 +325,6 @@ class Reader:
 def hidden(x: jax.Array, keep: jax.Array | None) -> jax.Array:
     """`x`, with 0 where an element is hidden."""
     return x if keep is None else jnp.where(keep, x, 0.0)
-
-
-def used(keep: jax.Array | None, axis: int) -> jax.Array | None:
-    """Which rows (or columns) of a tile see any element, the other `axis` summed away."""
-    if keep is None:
-        return None
-    return jnp.where(keep, jnp.int32(1), jnp.int32(0)).max(axis) > 0
 
 
 def _and(a: jax.Array | None, b: jax.Array) -> jax.Array:

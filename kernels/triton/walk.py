@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,28 +11,54 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.kernels.triton import language as tl
-from flashjax.kernels.visits import Visits, count_of, tile_at, visits
+from flashjax.kernels.visits import Visits, count_of, parted, tile_at, visits
 from flashjax.masks import Blocks, Mask, schedule
 from flashjax.masks.bounds import Axis
+from flashjax.masks.schedule import disjoint, tile_ranges
 from flashjax.spec import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBlock:
+    """One block of an axis, inside a kernel: what mask terms in closed form ask of `Blocks`."""
+
+    length: int
+    size: int
+    index: Any
+
+    @property
+    def begin(self) -> Any:
+        return self.index * self.size
+
+    @property
+    def last(self) -> Any:
+        return jnp.minimum(self.begin + self.size, self.length) - 1
 
 
 class Walker:
     """The tiles that each block of `axis` visits, and the loops over them.
 
-    Without a mask nothing is read: all tiles are FULL but a last one that hangs over the end.
+    A mask without arrays, in closed form, costs no memory and no launch: each program finds its
+    tiles by itself. Otherwise it reads them.
     """
 
     def __init__(
         self, spec: Spec, mask: Mask | None, rows: Blocks, columns: Blocks, axis: Axis
     ) -> None:
         self.own, self.other = (rows, columns) if axis == "rows" else (columns, rows)
+        self.axis, self.mask = axis, mask
         # Any element of a bias may be −inf: every tile then evaluates its element mask.
         self._masked = spec.shapes.bias is not None
         self._visits: Visits | None = None
-        if mask is not None:
+        if mask is not None and not self._closed(mask):
             walk = schedule(mask, rows, columns, axis)
             self._visits = visits(walk, masked=self._masked)
+
+    def _closed(self, mask: Mask) -> bool:
+        if jax.tree.leaves(mask):
+            return False
+        bounds = mask.bounds(self.own, self.other.length, self.axis)
+        return bounds is not None and bounds.exact
 
     def blocks(self, heads: int = 1) -> list[tl.Block]:
         """The schedule as a kernel's inputs, for programs of `heads` heads each."""
@@ -52,8 +79,8 @@ class Walker:
         return [block(x) for x in arrays if x is not None]
 
     def block(self, program: Any) -> Any:
-        """The block that a program takes: the last first, since under Causal it is the longest."""
-        return self.own.count - 1 - program
+        """The block that a program takes, such that under Causal the longest walks come first."""
+        return self.own.count - 1 - program if self.axis == "rows" else program
 
     def run(
         self,
@@ -77,10 +104,9 @@ class Walker:
         return carry
 
     def _of(self, refs: Any, head: Any, block: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+        """Ranges of PARTIAL and FULL tiles, and from what they count to the tile's index."""
         if self._visits is None:
-            whole = 0 if self._masked else self.other.length // self.other.size
-            partial = [(whole, self.other.count)] if whole < self.other.count else []
-            return partial, [(0, whole)] if whole else [], lambda i: i
+            return *self._found(block), lambda i: i
         array, listed = self._visits.ranges, self._visits.tiles
         h = head if array.shape[1] != 1 else 0
         row = block if array.shape[2] != 1 else 0
@@ -94,3 +120,14 @@ class Walker:
             return ranges[:n], ranges[n:], lambda i: i
         listed_row = block if listed.shape[2] != 1 else 0
         return ranges[:n], ranges[n:], lambda i: tl.load(refs[1], (h, listed_row, i))
+
+    def _found(self, block: Any) -> tuple[Any, Any]:
+        if self.mask is None:
+            whole = 0 if self._masked else self.other.length // self.other.size
+            partial = [(whole, self.other.count)] if whole < self.other.count else []
+            return partial, [(0, whole)] if whole else []
+        own: Any = OneBlock(self.own.length, self.own.size, block)
+        bounds = self.mask.bounds(own, self.other.length, self.axis)
+        assert bounds is not None
+        visit, full = tile_ranges(bounds, self.other)
+        return parted(visit, disjoint(full), masked=self._masked)
