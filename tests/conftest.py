@@ -22,8 +22,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("flashjax")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--implementation",
+        help="run the suite that all implementations share with this one alone",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose JAX's platform before any test module imports JAX."""
+    if chosen := config.getoption("implementation"):
+        os.environ["FLASHJAX_TEST_IMPLEMENTATION"] = chosen
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_force_host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4".strip()
@@ -58,6 +67,18 @@ def quick_compiles() -> Iterator[None]:
     jax.config.update(name, True)
     yield
     jax.config.update(name, before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --implementation on a GPU the shared suite is one for the GPU."""
+    chosen = config.getoption("implementation")
+    if chosen and config.getoption("markexpr") == "gpu":
+        for item in items:
+            if getattr(item, "callspec", None) and item.callspec.params.get(  # type: ignore[attr-defined]
+                "implementation"
+            ) == chosen:
+                item.add_marker("gpu")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -7,6 +7,7 @@ respect to everything that has a gradient, under jit, and holds every row to the
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,13 +19,28 @@ import pytest
 import flashjax
 import flashjax.backend
 import flashjax.chunked
+import flashjax.plan
+from flashjax.kernels.triton import Triton
+from flashjax.kernels.triton import backend as triton_backend
+from flashjax.kernels.triton.config import BackwardConfig, ForwardConfig
 from tests import bound
 from tests.oracle import Array
 
-# A backend joins the whole suite by its name here. Those of ANYWHERE take every call; another
-# skips what it refuses, and the skip carries its reason.
+# Those of ANYWHERE take every call; another skips what it refuses, and the skip carries its reason.
+# pytest's --implementation NAME puts any other in their place.
 ANYWHERE = ("reference", "xla")
-IMPLEMENTATIONS = ANYWHERE
+CHOSEN = os.environ.get("FLASHJAX_TEST_IMPLEMENTATION")
+IMPLEMENTATIONS = (CHOSEN,) if CHOSEN else ANYWHERE
+# The Triton kernels in Pallas's interpreter, on any machine.
+INTERPRETED = "triton interpreted"
+
+
+def interpreted() -> Triton:
+    return Triton(interpret=True, name=INTERPRETED)
+
+
+if CHOSEN == INTERPRETED:
+    flashjax.plan.BACKENDS[INTERPRETED] = interpreted
 
 BF16, F16, F32, F64 = (np.dtype(x) for x in (ml_dtypes.bfloat16, np.float16, np.float32, float))
 
@@ -238,8 +254,13 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
-    """Makes "xla" take tiles of this size, so that small inputs have many.
+    """Makes the implementations take tiles of about this size, so that small inputs have many.
 
     Compiled calls remember the tiles that they were made with: use shapes that no other test has.
     """
     monkeypatch.setattr(flashjax.chunked, "CONFIGS", (flashjax.backend.Config(rows, columns),))
+    # The kernels take powers of two from 16 on; the two passes' tiles differ.
+    forward, query = ForwardConfig(16, 32, 4, 1), ForwardConfig(32, 16, 4, 1)
+    backward = BackwardConfig(16, 32, 4, 2, query)
+    monkeypatch.setattr(triton_backend, "forward_configs", lambda *_: (forward,))
+    monkeypatch.setattr(triton_backend, "backward_configs", lambda *_: (backward,))

@@ -10,8 +10,9 @@ from flax import nnx
 
 import flashjax
 from flashjax import masks, scores
+from tests.inputs import IMPLEMENTATIONS
 
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "reference"])
+EACH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 Q = jax.random.normal(jax.random.key(0), (2, 8, 2, 8))
 IDS = jnp.array([[0, 0, 1, 1, 1, 2, 2, -1], [0] * 8])
 
@@ -20,7 +21,7 @@ def attend(implementation: str, **arguments: Any) -> jax.Array:
     return flashjax.dot_product_attention(Q, Q, Q, implementation=implementation, **arguments)
 
 
-@IMPLEMENTATIONS
+@EACH
 @pytest.mark.parametrize(
     ("make", "mapped"),
     [
@@ -48,7 +49,7 @@ def test_flags_in_the_place_of_leaves_leave_a_term_its_structure() -> None:
         assert jax.tree.structure(flags) == jax.tree.structure(mask)
 
 
-@IMPLEMENTATIONS
+@EACH
 def test_an_inf_in_the_gradient_of_an_empty_row_stays_there(implementation: str) -> None:
     def call(v: jax.Array) -> jax.Array:
         return flashjax.dot_product_attention(
@@ -60,7 +61,7 @@ def test_an_inf_in_the_gradient_of_an_empty_row_stays_there(implementation: str)
     assert bool(jnp.isfinite(gradient).all())
 
 
-@IMPLEMENTATIONS
+@EACH
 def test_strict_promotion(implementation: str) -> None:
     bf16 = Q.astype(jnp.bfloat16)
     with jax.numpy_dtype_promotion("strict"):
