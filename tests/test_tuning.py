@@ -215,18 +215,15 @@ def test_a_damaged_file_is_one_warning_that_names_it(places: Any, text: str) -> 
     users.write_text(text)
     store(shipped, FORWARD[1], spec_of())
     with pytest.warns(UserWarning, match=r"ignores its tuning table .*test_gpu_1\.json") as seen:
-        assert forward_of(spec_of()) == (FORWARD[1], SHIPPED)
-        assert forward_of(spec_of()) == (FORWARD[1], SHIPPED)
+        found = [forward_of(spec_of()) for _ in range(2)]
+    assert found == [(FORWARD[1], SHIPPED)] * 2
     assert len(seen) == 1
 
 
-def test_the_table_is_read_once_and_not_at_import(
-    places: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_is_read_once_at_first_use(places: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
     read = table.read_entries
     monkeypatch.setattr(table, "read_entries", lambda p, k: asked.append(p) or read(p, k))
-    assert asked == []
     for _ in range(3):
         forward_of(spec_of())
     assert asked == list(places)
@@ -269,12 +266,12 @@ class Fake:
         return BACKWARD if backward else FORWARD
 
     def forward(self, spec: Spec, config: Config, operands: Any) -> Any:
-        return chunked.BACKEND.forward(spec, Config(64, 64), operands)
+        return jnp.zeros(spec.out.shape, spec.dtype), jnp.zeros(spec.lse.shape, spec.lse.dtype)
 
     def backward(self, spec: Spec, config: Config, *given: Any) -> Any:
         if isinstance(config, Pair) and config == BACKWARD[1] and "key" in spec.wanted:
             raise RuntimeError("this one does\nnot compile")
-        return chunked.BACKEND.backward(spec, Config(64, 64), *given)
+        return given[0]
 
 
 def in_turn(*seconds: float) -> Any:

@@ -2,7 +2,8 @@
 
 JAX has marked this lowering deprecated since 0.11 (docs/design.md, "When JAX drops the Triton
 lowering", says what happens then). Its warning comes where XLA lowers a program, out of reach of
-any context manager of ours, so that one message is silenced for the process.
+any context manager of ours, so that one message is silenced for the process, at every trace: test
+runners put the filters back in between.
 """
 
 from __future__ import annotations
@@ -20,10 +21,6 @@ from jax.experimental.pallas import triton as plt
 from jax.sharding import ManualAxisType
 
 from flashjax.varying import cast_varying
-
-warnings.filterwarnings(
-    "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
-)
 
 LEAST = 16  # Triton's products want at least 16 in every dimension
 IndexMap = Callable[..., tuple[Any, ...]]
@@ -46,6 +43,12 @@ class Block:
         return pl.BlockSpec(self.shape, self.index)
 
 
+def silence() -> None:
+    warnings.filterwarnings(
+        "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+    )
+
+
 def launch(
     kernel: Callable[..., None],
     name: str,
@@ -59,6 +62,7 @@ def launch(
     interpret: bool,
 ) -> list[jax.Array]:
     """Runs ``kernel(*input refs, *output refs)`` over the grid, its first dim running fastest."""
+    silence()
     varying: dict[str, Any] = {"manual_axis_type": ManualAxisType(varying=axes)} if axes else {}
     shapes = [jax.ShapeDtypeStruct(out.array.shape, out.array.dtype, **varying) for out in outputs]
     call = pl.pallas_call(

@@ -240,7 +240,7 @@ class Reader:
         if masked and shapes.mask is not None:
             mask = self.load("mask", tile)
             at = self.at(tile, mask.uses_ids)
-            keep = _and(keep, jnp.broadcast_to(lowerable(mask.keep)(at) != 0, tile.shape))
+            keep = _and(keep, jnp.broadcast_to(lowerable(mask.keep)(at), tile.shape))
         scores = raw
         if shapes.score is not None:
             score = self.load("score", tile)
