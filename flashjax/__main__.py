@@ -1,9 +1,12 @@
-"""``python -m flashjax doctor``: check this machine."""
+"""``python -m flashjax doctor | tune``: check this machine; tune the kernels for it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+
+from flashjax import plan
+from flashjax.tuning import command
 
 
 def main() -> int:
@@ -12,10 +15,22 @@ def main() -> int:
     commands.add_parser(
         "doctor", help="versions, devices, which implementation each gets and why, a self-test"
     )
-    parser.parse_args()
-    from flashjax.doctor import report
+    tuner = commands.add_parser(
+        "tune", help="measure the kernels' tile sizes on this machine's GPU and store the quickest"
+    )
+    command.add_arguments(tuner)
+    options = parser.parse_args()
+    if options.command == "doctor":
+        from flashjax.doctor import report
 
-    return report()
+        return report()
+    device = plan.current_device()
+    kernels = {
+        name: load
+        for name, load in plan.BACKENDS.items()
+        if plan.PLATFORMS.get(name) == device.platform
+    }
+    return command.tune(options, kernels, device)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,12 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile sizes: rows × columns. Backends subclass it for what else they tune."""
+    """Tile sizes: rows × columns. Backends subclass it for what else they tune.
+
+    Fields are numbers and words, so that a table can hold them, and configurations: a backward
+    that makes a gradient in a pass of its own keeps that pass's in a field named for the operand.
+    Tuning pairs passes as it finds them.
+    """
 
     rows: int
     columns: int

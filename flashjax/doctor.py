@@ -95,6 +95,9 @@ def report() -> int:
                 "pass" if test.passed else "FAIL",
             )
         )
+        if explanation.plan is not None:
+            for direction in ("forward", "backward"):
+                reasons.append(f"{name}: {direction}: {getattr(explanation.plan, direction)}")
         reasons += [f"{name}: not {other}: {why}" for other, why in explanation.refused]
     b, t, n, k, h = SHAPE
     print(f"\nself-test: bf16, causal, B {b}, T {t}, N {n}, K {k}, H {h}, forward and backward")

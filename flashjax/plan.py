@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from flashjax import chunked
+from flashjax import chunked, tuning
 from flashjax.backend import Backend, Config, Device, OtherDevice
 from flashjax.spec import Operands, Spec
 
@@ -49,14 +49,19 @@ class FlashjaxFallbackWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One direction's backend and tile sizes, and why better backends do not serve."""
+    """One direction's backend and tile sizes, and why better backends do not serve.
+
+    ``source`` says where the tile sizes are from: "tuned on this machine", "shipped table" or
+    "default".
+    """
 
     implementation: str
     config: Config
     refused: tuple[tuple[str, str], ...] = ()
+    source: str = tuning.DEFAULT
 
     def __str__(self) -> str:
-        return f"{self.implementation}, tiles of {self.config} (rows × columns)"
+        return f"{self.implementation}, tiles of {self.config} (rows × columns), {self.source}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +126,9 @@ def _choose(spec: Spec, implementation: str | None, device: Device, direction: D
     for name in dict.fromkeys(names):
         reason = refusal(name, spec, device)
         if reason is None:
-            configs = BACKENDS[name]().configs(spec, device, backward=direction == "backward")
-            return Choice(name, configs[0], tuple(refused))
+            offered = BACKENDS[name]().configs(spec, device, backward=direction == "backward")
+            config, source = tuning.chosen(name, spec, device, direction, offered)
+            return Choice(name, config, tuple(refused), source)
         refused.append((name, reason))
     name, reason = refused[-1]
     raise NotImplementedError(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from flashjax.backend import Config, Device
 from flashjax.masks import Blocks, Ranges, schedule
@@ -53,7 +54,7 @@ class Kind:
             backend,
             direction,
             str(spec.dtype),
-            spec.precision.name if spec.precision is not None else "",
+            spec.precision.name if spec.precision and spec.dtype == jnp.float32 else "",
             spec.head_dim,
             spec.value_dim,
             _schedule_kind(spec, direction),
