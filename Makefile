@@ -9,7 +9,7 @@ PRESET ?= tiny
 WORKERS ?= auto
 PYTEST = python3 -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: help train test test-all test-slow test-gpu lint format wheel-check clean
+.PHONY: help train test test-all test-slow test-gpu aot lint format wheel-check clean
 
 help:
 	@echo "make train        train the $(PRESET) language model"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-all     the same with JAX 0.11.2 and with 0.12.0.1"
 	@echo "make test-slow    the slow tests"
 	@echo "make test-gpu     the tests that need an NVIDIA GPU"
+	@echo "make aot          compile all kernels for every GPU, with none: registers, spills, memory"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       put the code into ruff's format"
 	@echo "make wheel-check  sdist, wheel, clean environment, import and one call"
@@ -38,6 +39,9 @@ test-slow:
 
 test-gpu:
 	FLASHJAX_TEST_GPU=1 scripts/env test $(PYTEST) -m gpu $(ARGS)
+
+aot:
+	scripts/env aot python3 -m scripts.aot $(ARGS)
 
 lint:
 	scripts/env dev python3 -m ruff check .

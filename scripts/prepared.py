@@ -21,7 +21,11 @@ except ImportError:
     sys.exit(1)
 
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-MODULES = {"orbax-checkpoint": "orbax.checkpoint", "pytest-xdist": "xdist"}
+MODULES = {
+    "nvidia-cuda-nvcc": "nvidia.cu13",
+    "orbax-checkpoint": "orbax.checkpoint",
+    "pytest-xdist": "xdist",
+}
 """Import names that differ from the package's own name."""
 
 

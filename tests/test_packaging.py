@@ -32,7 +32,7 @@ def test_the_wheel_is_the_flashjax_package():
 
 
 def test_every_extra_of_the_design_exists():
-    wanted = {"cuda13", "cuda12", "flax", "examples", "bench", "docs", "test", "dev"}
+    wanted = {"cuda13", "cuda12", "flax", "examples", "bench", "docs", "test", "dev", "aot"}
     assert set(PYPROJECT["project"]["optional-dependencies"]) == wanted
 
 
