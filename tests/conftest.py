@@ -75,9 +75,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = config.getoption("implementation")
     if chosen and config.getoption("markexpr") == "gpu":
         for item in items:
-            if getattr(item, "callspec", None) and item.callspec.params.get(  # type: ignore[attr-defined]
-                "implementation"
-            ) == chosen:
+            if (
+                getattr(item, "callspec", None)
+                and item.callspec.params.get(  # type: ignore[attr-defined]
+                    "implementation"
+                )
+                == chosen
+            ):
                 item.add_marker("gpu")
 
 

@@ -63,7 +63,8 @@ def test_case_02_right_windows_of_31_and_0_differ(implementation: Any) -> None:
         outs.append(check(implementation, made)["out"])
     assert np.abs(outs[0] - outs[1]).max(-1).min() > 1e-3
     value = made.value[:, : shape.T]  # with (0, 0) a row sees its own column alone
-    np.testing.assert_array_equal(outs[1], value)
+    # Three TF32 products keep 22 of a float32's 24 bits.
+    np.testing.assert_allclose(outs[1], value, rtol=2**-22, atol=0)
 
 
 def packed(shape: Shape, dtype: Any, segments: int, seed: int) -> Case:

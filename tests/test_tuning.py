@@ -407,7 +407,10 @@ def test_tune_keeps_what_the_table_had(places: Any, tmp_path: Path) -> None:
 def test_groups_are_those_asked_for() -> None:
     assert command.workloads(options("--group", "tiny")) == list(cases.TINY)
     assert command.workloads(options("--quick")) == list(cases.TARGETS)
-    assert len(command.workloads(options())) > len(cases.TARGETS) + len(cases.VARIANTS)
+    every = command.workloads(options())
+    assert len(every) > len(cases.TARGETS) + len(cases.VARIANTS)
+    assert "h128-4k-causal" in {w.name for w in every}
+    assert "length-h128-4k" not in {w.name for w in every}  # the same call
 
 
 def test_the_command_says_that_there_is_no_gpu(

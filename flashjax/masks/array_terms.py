@@ -104,10 +104,9 @@ class Segments(Mask):
         begin = jnp.maximum(visit.begin, search(lower, low, "left"))
         end = jnp.minimum(search(upper, low, "right"), visit.end)
         begin = jnp.minimum(begin, end)
-        padding = jnp.cumsum(other < 0, axis=-1, dtype=jnp.int32)
-        padding = jnp.pad(padding, [(0, 0)] * (padding.ndim - 1) + [(1, 0)])
-        padding = jnp.broadcast_to(padding, (*begin.shape[:-1], padding.shape[-1]))
-        clean = jnp.take_along_axis(padding, end, -1) == jnp.take_along_axis(padding, begin, -1)
+        position = jnp.arange(other.shape[-1], dtype=jnp.int32)
+        inside = (position >= begin[..., None]) & (position < end[..., None])
+        clean = ~(inside & (other < 0)[..., None, :]).any(-1)
         return Bounds((visit,), (Range(begin, jnp.where(uniform & clean, end, begin)),))
 
     def verdict(self, rows: Blocks, columns: Blocks) -> jax.Array:

@@ -111,7 +111,7 @@ def bias_gradient(
         [*blocks, *own, *seen],
         [scorer.block(bias, 1, 1)],
         warps=config.warps,
-        stages=config.stages,
+        stages=1,
         axes=varying_axes(operands.query),
         interpret=interpret,
     )

@@ -8,13 +8,16 @@ kernels load and the sums that they keep.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from flashjax import backend
 from flashjax.kernels.triton.language import parts_of
 from flashjax.spec import Spec
+from flashjax.structure import is_blocked
 
 LARGEST_HEAD_DIM = 256
 # Shared memory that one program can have, in bytes, by compute capability (CUDA C++ Programming
@@ -27,9 +30,6 @@ SHARED_MEMORY = {
     "12.0": 99 * 1024,
 }
 CAPABILITIES = tuple(SHARED_MEMORY)
-# Of 255 registers a thread, what sums and tiles of scores may take; addresses, statistics and the
-# operands of products want the rest.
-REGISTERS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,102 +66,146 @@ class Sizes(NamedTuple):
     head: int
     value: int
     item: int
+    tile: int  # bytes an element of all operands with rows and columns
+    vector: int  # bytes an element of all operands with one of the two
     wgmma: bool
 
     @staticmethod
     def of(spec: Spec, capability: str) -> Sizes:
         head, value = (sum(parts_of(dim)) for dim in (spec.head_dim, spec.value_dim))
+        rest = dataclasses.replace(spec.shapes, query=None, key=None, value=None)
+        tile = vector = 0
+        for leaf in jax.tree.leaves(rest, is_leaf=is_blocked):
+            if not is_blocked(leaf):  # those are gathered from global memory
+                spread = sum(size != 1 for size in leaf.shape[2:])
+                tile += jnp.dtype(leaf.dtype).itemsize * (spread == 2)
+                vector += jnp.dtype(leaf.dtype).itemsize * (spread == 1)
         # Hopper's products read both sides from shared memory; mma.sync reads registers.
-        return Sizes(head, value, jnp.dtype(spec.dtype).itemsize, capability == "9.0")
+        item = jnp.dtype(spec.dtype).itemsize
+        return Sizes(head, value, item, tile, vector, capability == "9.0")
+
+    def streamed(self, c: ForwardConfig) -> int:
+        """Shared memory of the operands beside q, k and v, and alignment."""
+        tile = (c.stages - 1) * c.rows * c.columns * self.tile
+        return tile + c.stages * max(c.rows, c.columns) * self.vector + 1024
+
+    def kept(self, positions: int, width: int, warps: int) -> Need:
+        """A left side of products that stays for all of a loop.
+
+        float32 is taken apart into two TF32, in a second copy. What wgmma does not read from
+        shared memory, because the architecture or a tile of under 64 rows has none, is in
+        registers.
+        """
+        wide = 2 if self.item == 4 else 1
+        registers = 0
+        if not self.wgmma or positions < 64:
+            registers = positions * width * self.item * wide // 4 // (32 * warps)
+        return Need(positions * width * self.item * wide, registers)
 
 
 def forward_need(c: ForwardConfig, s: Sizes) -> Need:
-    """Q stays, K and V stream in `stages` buffers; O and a tile of S are in registers."""
-    shared = c.rows * s.head * s.item + c.stages * c.columns * (s.head + s.value) * s.item
-    held = c.rows * (s.value + c.columns)
-    held += 0 if s.wgmma else c.rows * s.head * s.item // 4
-    return Need(shared, held // (32 * c.warps))
+    """Q stays, K and V stream; O and a tile of S are in registers."""
+    kept = s.kept(c.rows, s.head, c.warps)
+    stream = c.stages * c.columns * (s.head + s.value) * s.item
+    held = c.rows * (s.value + c.columns) // (32 * c.warps)
+    return Need(kept.shared + stream + s.streamed(c), held + kept.registers)
 
 
 def query_need(c: ForwardConfig, s: Sizes) -> Need:
     """Q and dO stay, K and V stream; dQ, S and dP are in registers."""
-    shared = (c.rows + c.stages * c.columns) * (s.head + s.value) * s.item
-    held = c.rows * (s.head + 2 * c.columns)
-    held += 0 if s.wgmma else c.rows * (s.head + s.value) * s.item // 4
-    return Need(shared, held // (32 * c.warps))
+    kept = s.kept(c.rows, s.head + s.value, c.warps)
+    stream = c.stages * c.columns * (s.head + s.value) * s.item
+    held = c.rows * (s.head + 2 * c.columns) // (32 * c.warps)
+    return Need(kept.shared + stream + s.streamed(c), held + kept.registers)
 
 
 def key_need(c: ForwardConfig, s: Sizes) -> Need:
     """K and V stay, Q, dO, LSE and Δ stream; dK, dV, S and dP are in registers."""
-    shared = (c.columns + c.stages * c.rows) * (s.head + s.value) * s.item
-    shared += c.stages * c.rows * 8
-    held = c.columns * (s.head + s.value + 2 * c.rows)
-    held += 0 if s.wgmma else c.columns * (s.head + s.value) * s.item // 4
-    return Need(shared, held // (32 * c.warps))
+    kept = s.kept(c.columns, s.head + s.value, c.warps)
+    # Without a second buffer each of Q and dO also has its transpose's.
+    stages = max(2, c.stages)
+    stream = stages * c.rows * ((s.head + s.value) * s.item + 8)
+    held = c.columns * (s.head + s.value + 2 * c.rows) // (32 * c.warps)
+    return Need(kept.shared + stream + s.streamed(c), held + kept.registers)
 
+
+# Of 255 registers a thread, what may be held; addresses, statistics and the right sides of products
+# want the rest, in float32 twice over. Found by compiling (`make aot`).
+REGISTERS = {2: 224, 4: 112}
 
 Tuples = tuple[tuple[int, int, int, int], ...]
-# (rows, columns, warps, stages) by the larger head dim up to which they serve.
-FORWARD: dict[int, Tuples] = {
-    64: ((128, 128, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 4, 2), (64, 32, 4, 2)),
-    128: ((128, 128, 8, 3), (128, 64, 4, 2), (256, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
-    256: ((128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 2)),
+# (rows, columns, warps, stages) by bytes an element and the larger head dim up to which they serve,
+# best first; what small shared memory or few registers leave is at the end.
+FORWARD: dict[tuple[int, int], Tuples] = {
+    (2, 64): ((128, 64, 4, 3), (128, 128, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2)),
+    (2, 128): (
+        (128, 64, 4, 2), (128, 128, 8, 3), (256, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2),
+        (64, 32, 4, 2), (64, 32, 4, 1),
+    ),
+    (2, 256): (
+        (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1),
+        (16, 32, 4, 1),
+    ),
+    (4, 64): ((128, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+    (4, 128): ((128, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+    (4, 256): ((64, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+}  # fmt: skip
+QUERY: dict[tuple[int, int], Tuples] = {
+    (2, 64): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    (2, 128): ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
+    (2, 256): ((64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+    (4, 64): ((64, 32, 4, 1), (64, 64, 4, 2), (32, 32, 4, 1)),
+    (4, 128): ((64, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    (4, 256): ((16, 16, 4, 1),),
 }
-QUERY: dict[int, Tuples] = {
-    64: ((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-    128: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-    256: ((64, 64, 4, 2), (128, 64, 8, 1), (64, 32, 4, 1)),
+KEY: dict[tuple[int, int], Tuples] = {
+    (2, 64): ((64, 64, 4, 2), (32, 128, 4, 3), (32, 64, 4, 2)),
+    (2, 128): ((64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 2), (32, 32, 4, 2)),
+    (2, 256): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1), (16, 16, 4, 1)),
+    (4, 64): ((32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+    (4, 128): ((32, 32, 8, 1), (16, 16, 4, 1)),
+    (4, 256): ((16, 16, 4, 1),),
 }
-KEY: dict[int, Tuples] = {
-    64: ((64, 64, 4, 2), (32, 128, 4, 3), (32, 64, 4, 2)),
-    128: ((64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 2)),
-    256: ((64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2)),
-}
-# Where the preferred ones are too large: small shared memory, float32.
-SMALL: Tuples = ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
-SMALL_KEY: Tuples = (
-    (32, 64, 4, 2),
-    (32, 32, 4, 2),
-    (32, 32, 4, 1),
-    (32, 32, 8, 1),
-    (16, 32, 4, 1),
-    (16, 16, 4, 1),
-)
+# Nothing smaller exists: where registers do not suffice the compiler spills a little.
+SMALLEST = (16, 16, 4, 1)
 
 
 def _fitting(
-    table: dict[int, Tuples], small: Tuples, need: Any, spec: Spec, capability: str
-) -> Any:
+    table: dict[tuple[int, int], Tuples],
+    need: Callable[[ForwardConfig, Sizes], Need],
+    spec: Spec,
+    capability: str,
+) -> list[ForwardConfig]:
     sizes, limit = Sizes.of(spec, capability), SHARED_MEMORY.get(capability, 0)
     largest = max(sizes.head, sizes.value)
-    preferred = next((c for dim, c in table.items() if largest <= dim), ())
+    listed = next(
+        (c for (item, dim), c in table.items() if item == sizes.item and largest <= dim), ()
+    )
     fitting = []
-    for sizes_of in dict.fromkeys((*preferred, *small)):
-        config = ForwardConfig(*sizes_of)
+    for numbers in dict.fromkeys((*listed, SMALLEST)):
+        config = ForwardConfig(*numbers)
         shared, registers = need(config, sizes)
-        if shared <= limit and registers <= REGISTERS:
+        enough = registers <= REGISTERS[sizes.item] or numbers == SMALLEST
+        if shared <= limit and enough:
             fitting.append(config)
-    return fitting[:OFFERED]
-
-
-# How many of what fits are offered: each is tested, compiled ahead of time and tuned over.
-OFFERED = 5
+    # The smallest is for where nothing else is.
+    return fitting[:-1] if len(fitting) > 1 else fitting
 
 
 def forward_configs(spec: Spec, capability: str) -> tuple[ForwardConfig, ...]:
-    return tuple(_fitting(FORWARD, SMALL, forward_need, spec, capability))
+    """What fits, best first."""
+    return tuple(_fitting(FORWARD, forward_need, spec, capability))
 
 
 def backward_configs(spec: Spec, capability: str) -> tuple[BackwardConfig, ...]:
     """Pairs of the two passes' configurations, as many as the longer list has."""
-    query = _fitting(QUERY, SMALL, query_need, spec, capability)
-    key = _fitting(KEY, SMALL_KEY, key_need, spec, capability)
+    query = _fitting(QUERY, query_need, spec, capability)
+    key = _fitting(KEY, key_need, spec, capability)
     if not query or not key:
         return ()
-    count = max(len(query), len(key))
-    return tuple(
-        BackwardConfig(k.rows, k.columns, k.warps, k.stages, q)
-        for q, k in (
-            (query[min(i, len(query) - 1)], key[min(i, len(key) - 1)]) for i in range(count)
-        )
-    )
+
+    def pair(i: int) -> BackwardConfig:
+        k, q = key[min(i, len(key) - 1)], query[min(i, len(query) - 1)]
+        return BackwardConfig(k.rows, k.columns, k.warps, k.stages, q)
+
+    return tuple(pair(i) for i in range(max(len(query), len(key))))

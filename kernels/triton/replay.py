@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
 # What the lowering has of elementwise primitives, JAX 0.11.2 and 0.12.0.1.
@@ -65,10 +66,24 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
         name = equation.primitive.name
         if name in CALLS:
             yield from _primitives(_inner(equation)[0])
-        elif name == "select_n" and len(equation.invars) > 3:
-            yield "select_n of many"
         else:
-            yield name
+            yield _name(equation)
+
+
+def _aval(atom: Any) -> Any:
+    return atom.aval
+
+
+def _name(equation: Any) -> str:
+    """The primitive's name, with what the lowering gets wrong told apart."""
+    name: str = equation.primitive.name
+    if name == "select_n":
+        if len(equation.invars) > 3:
+            return "select_n of many"
+        # Of numbers without a dtype of their own the lowering takes the condition's.
+        if any(isinstance(x, jex.Literal) and _aval(x).weak_type for x in equation.invars[1:]):
+            return "select_n of numbers"
+    return name
 
 
 def _inner(equation: Any) -> tuple[Any, Any]:
@@ -80,11 +95,12 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jex.Literal) else values[atom]
+        if isinstance(atom, jex.Literal):
+            return np.asarray(atom.val, _aval(atom).dtype)[()]
+        return values[atom]
 
     for equation in jaxpr.eqns:
-        name, inputs = equation.primitive.name, [read(x) for x in equation.invars]
-        name = "select_n of many" if name == "select_n" and len(inputs) > 3 else name
+        name, inputs = _name(equation), [read(x) for x in equation.invars]
         if name in CALLS:
             out = _evaluate(*_inner(equation), inputs)
         elif name in RULES:
@@ -141,6 +157,7 @@ def _erf(x: Any, **_: Any) -> Any:
 
 RULES: dict[str, Callable[..., Any]] = {
     "select_n of many": _select,
+    "select_n of numbers": lambda which, a, b, **_: jnp.where(which, b, a),
     "round": _round,
     "erf": _erf,
     "erfc": lambda x, **_: 1 - _erf(x),
