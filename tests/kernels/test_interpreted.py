@@ -24,7 +24,9 @@ TOGETHER: dict[str, tuple[tuple[str, ...], Shape, Any]] = {
     "two ranges": (
         ("sink_tokens_and_window", "bias (1,N,T,S)", "sinks"), Shape(2, 40, 70, 2, 1, 16, 8), F16,
     ),
-    "lists": (("block_sparse", "intervals", "alibi", "soft_cap"), Shape(1, 66, 75, 2, 2, 8, 8), F32),
+    "lists": (
+        ("block_sparse", "intervals", "alibi", "soft_cap"), Shape(1, 66, 75, 2, 2, 8, 8), F32,
+    ),
 }  # fmt: skip
 
 
