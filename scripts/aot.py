@@ -25,9 +25,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-# The compiler is all that is wanted of the CUDA plugin: arrays, if any, live on the CPU.
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 import jax
 
 from flashjax.backend import Device
@@ -268,6 +265,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
+    # The compiler is all that is wanted of the CUDA plugin: arrays, if any, live on the CPU. The
+    # processes that compile inherit it.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
     chosen = arguments()
     toolkit()
     begin = time.perf_counter()
