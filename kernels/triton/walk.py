@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from flashjax.kernels.triton import language as tl
@@ -124,7 +125,10 @@ class Walker:
     def _found(self, block: Any) -> tuple[Any, Any]:
         if self.mask is None:
             whole = 0 if self._masked else self.other.length // self.other.size
-            partial = [(whole, self.other.count)] if whole < self.other.count else []
+            # A count that the compiler knows to be 1 makes it copy the body before the other loop
+            # and hold the buffers of both.
+            count = jnp.where(block >= 0, np.int32(self.other.count), np.int32(0))
+            partial = [(whole, count)] if whole < self.other.count else []
             return partial, [(0, whole)] if whole else []
         own: Any = OneBlock(self.own.length, self.own.size, block)
         bounds = self.mask.bounds(own, self.other.length, self.axis)
