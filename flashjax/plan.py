@@ -30,7 +30,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "triton": _triton,
     "xla": lambda: chunked.BACKEND,
 }
-# Platforms that a backend is for, where it need not be loaded to tell.
+# Backends for NVIDIA GPUs: elsewhere they need not be loaded to tell.
 PLATFORMS = {"triton": "cuda"}
 UNBUILT = {"mosaic": "the Mosaic GPU kernels are not part of this version of flashjax"}
 
@@ -152,7 +152,7 @@ def refusal(name: str, spec: Spec, device: Device) -> str | None:
         return OtherDevice(UNBUILT[name])
     platform = PLATFORMS.get(name, device.platform)
     if platform != device.platform:
-        return OtherDevice(f"its kernels are for {platform}; this device is {device.platform}")
+        return OtherDevice(f"it needs an NVIDIA GPU and this call runs on {device}")
     return BACKENDS[name]().unsupported(spec, device)
 
 

@@ -90,7 +90,7 @@ BACKEND = Triton()
 
 def _wrong_device(device: Device) -> str | None:
     if device.platform != "cuda":
-        return f"the Triton kernels need an NVIDIA GPU; this device is {device.platform}"
+        return f"it needs an NVIDIA GPU and this call runs on {device}"
     if device.capability not in CAPABILITIES:
         return (
             f"the Triton kernels are made for compute capability {', '.join(CAPABILITIES)}; this "

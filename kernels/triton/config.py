@@ -84,6 +84,12 @@ class Sizes(NamedTuple):
         item = jnp.dtype(spec.dtype).itemsize
         return Sizes(head, value, item, tile, vector, capability == "9.0")
 
+    @property
+    def registers(self) -> int:
+        if self.item == 4:
+            return REGISTERS["float32"]
+        return REGISTERS["wgmma" if self.wgmma else "mma"]
+
     def streamed(self, c: ForwardConfig) -> int:
         """Shared memory of the operands beside q, k and v, and alignment."""
         tile = (c.stages - 1) * c.rows * c.columns * self.tile
@@ -131,7 +137,7 @@ def key_need(c: ForwardConfig, s: Sizes) -> Need:
 
 # Of 255 registers a thread, what may be held; addresses, statistics and the right sides of products
 # want the rest, in float32 twice over. Found by compiling (`make aot`).
-REGISTERS = {2: 224, 4: 112}
+REGISTERS = {"wgmma": 224, "mma": 208, "float32": 112}
 
 Tuples = tuple[tuple[int, int, int, int], ...]
 # (rows, columns, warps, stages) by bytes an element and the larger head dim up to which they serve,
@@ -147,27 +153,27 @@ FORWARD: dict[tuple[int, int], Tuples] = {
         (16, 32, 4, 1),
     ),
     (4, 64): ((128, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
-    (4, 128): ((128, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
-    (4, 256): ((64, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    (4, 128): ((128, 64, 8, 1), (128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+    (4, 256): ((16, 32, 8, 1),),
 }  # fmt: skip
 QUERY: dict[tuple[int, int], Tuples] = {
     (2, 64): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
     (2, 128): ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
     (2, 256): ((64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
     (4, 64): ((64, 32, 4, 1), (64, 64, 4, 2), (32, 32, 4, 1)),
-    (4, 128): ((64, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
-    (4, 256): ((16, 16, 4, 1),),
+    (4, 128): ((32, 16, 8, 1), (16, 64, 8, 1), (16, 32, 4, 1)),
+    (4, 256): (),
 }
 KEY: dict[tuple[int, int], Tuples] = {
     (2, 64): ((64, 64, 4, 2), (32, 128, 4, 3), (32, 64, 4, 2)),
     (2, 128): ((64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 2), (32, 32, 4, 2)),
-    (2, 256): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1), (16, 16, 4, 1)),
+    (2, 256): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
     (4, 64): ((32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
-    (4, 128): ((32, 32, 8, 1), (16, 16, 4, 1)),
-    (4, 256): ((16, 16, 4, 1),),
+    (4, 128): ((64, 16, 8, 1), (16, 32, 8, 1), (32, 16, 8, 1)),
+    (4, 256): (),
 }
-# Nothing smaller exists: where registers do not suffice the compiler spills a little.
-SMALLEST = (16, 16, 4, 1)
+# Nothing smaller exists: in float32 at a head dim of 256 the compiler spills up to 284 bytes.
+SMALLEST = (16, 16, 8, 1)
 
 
 def _fitting(
@@ -185,7 +191,7 @@ def _fitting(
     for numbers in dict.fromkeys((*listed, SMALLEST)):
         config = ForwardConfig(*numbers)
         shared, registers = need(config, sizes)
-        enough = registers <= REGISTERS[sizes.item] or numbers == SMALLEST
+        enough = registers <= sizes.registers or numbers == SMALLEST
         if shared <= limit and enough:
             fitting.append(config)
     # The smallest is for where nothing else is.

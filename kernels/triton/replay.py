@@ -161,6 +161,9 @@ RULES: dict[str, Callable[..., Any]] = {
     "round": _round,
     "erf": _erf,
     "erfc": lambda x, **_: 1 - _erf(x),
+    "polynomial": lambda x, *terms, **_: functools.reduce(
+        lambda total, term: total * x + term, reversed(terms)
+    ),
     "copy": lambda x, **_: x,
     "reduce_precision": lambda x, **_: x,
 }
