@@ -8,8 +8,7 @@ then subtracts 0 instead, so that no inf − inf can arise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -76,17 +75,21 @@ def probabilities(scores: jax.Array, lse: jax.Array) -> jax.Array:
 # with the subtraction of the maximum. `unit` is log2(e) times whatever factor scores still want,
 # and positive, so that it can be applied to the maximum alone.
 
-# `exp2` is the caller's: an architecture may have a faster one than jnp's.
-
 LN_2 = math.log(2)
-Exp2 = Callable[[jax.Array], jax.Array]
+
+
+class Exp2(Protocol):
+    """2^(x · unit − shift), each architecture's own way; `shift` broadcasts to `x`."""
+
+    def __call__(self, x: jax.Array, unit: float, shift: jax.Array) -> jax.Array: ...
 
 
 def update_base2(running: Running, scores: jax.Array, unit: float, exp2: Exp2) -> Update:
     """:func:`update` for scores (rows, columns) in units of `unit`; m is a power of 2."""
     m = jnp.maximum(running.m, scores.max(-1) * unit)
-    alpha = exp2(running.m - _finite(m))
-    p = exp2(scores * unit - _finite(m)[..., None])
+    shift = _finite(m)
+    alpha = exp2(running.m, 1.0, shift)
+    p = exp2(scores, unit, shift[..., None])
     return Update(Running(m, running.l * alpha + p.sum(-1)), alpha, p)
 
 
@@ -95,6 +98,6 @@ def finish_base2(running: Running, sink: jax.Array | None = None) -> tuple[jax.A
     return finish(Running(running.m * LN_2, running.l), sink)
 
 
-def probabilities_base2(scores: jax.Array, unit: float, lse: jax.Array, exp2: Exp2) -> jax.Array:
-    """:func:`probabilities` for scores in units of `unit`; `lse` broadcasts to them as it is."""
-    return exp2(scores * unit - _finite(lse) * (1 / LN_2))
+def shift_base2(lse: jax.Array) -> jax.Array:
+    """What :func:`probabilities` subtracts, for `Exp2`; 0 where a row has LSE −inf."""
+    return _finite(lse) * (1 / LN_2)

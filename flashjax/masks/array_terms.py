@@ -24,9 +24,7 @@ from flashjax.masks.bounds import (
     Blocks,
     Bounds,
     Range,
-    prefix_max,
-    search,
-    suffix_min,
+    hull,
 )
 from flashjax.structure import (
     At,
@@ -93,21 +91,11 @@ class Segments(Mask):
 
     def bounds(self, blocks: Blocks, length: int, axis: Axis) -> Bounds | None:
         own, other = self._vectors(axis)
-        low, high, uniform = _id_span(blocks, own)
-        top = jnp.iinfo(other.dtype).max
-        # Both hulls ascend, for unsorted ids too: before `begin` every id is below the block's
-        # lowest, from `end` on every id is above its highest.
-        upper = prefix_max(jnp.where(other >= 0, other, -1))
-        lower = suffix_min(jnp.where(other >= 0, other, top))
-        visit = Range(search(upper, low, "left"), search(lower, high, "right"))
-        # Where both hulls equal the block's one id, so does every id between, padding apart.
-        begin = jnp.maximum(visit.begin, search(lower, low, "left"))
-        end = jnp.minimum(search(upper, low, "right"), visit.end)
-        begin = jnp.minimum(begin, end)
-        position = jnp.arange(other.shape[-1], dtype=jnp.int32)
-        inside = (position >= begin[..., None]) & (position < end[..., None])
-        clean = ~(inside & (other < 0)[..., None, :]).any(-1)
-        return Bounds((visit,), (Range(begin, jnp.where(uniform & clean, end, begin)),))
+        low, high, uniform = (x[..., :, None] for x in _id_span(blocks, own))
+        other = other[..., None, :]
+        visit, whole = hull((other >= low) & (other <= high))
+        begin, end = visit
+        return Bounds((visit,), (Range(begin, jnp.where(uniform[..., 0] & whole, end, begin)),))
 
     def verdict(self, rows: Blocks, columns: Blocks) -> jax.Array:
         query, key = self._vectors("rows")
@@ -165,13 +153,11 @@ class Intervals(Mask):
             visit = Range(blocks.minimum(begin), blocks.maximum(end))
             full = Range(blocks.maximum(begin), blocks.minimum(end))
         else:
-            first, last = blocks.begin, blocks.last
-            visit = Range(
-                search(prefix_max(end), first, "right"), search(suffix_min(begin), last, "right")
-            )
-            full = Range(
-                search(suffix_min(end), last, "right"), search(prefix_max(begin), first, "right")
-            )
+            first, last = blocks.begin[:, None], blocks.last[:, None]
+            begin, end = begin[..., None, :], end[..., None, :]
+            visit, _ = hull((begin <= last) & (end > first))
+            (start, stop), whole = hull((begin <= first) & (end > last))
+            full = Range(start, jnp.where(whole, stop, start))
         return Bounds((visit,), (full,), exact=False)
 
     def verdict(self, rows: Blocks, columns: Blocks) -> jax.Array:

@@ -146,21 +146,15 @@ def span(first: Range, last: Range) -> Bounds:
     )
 
 
-def search(ordered: jax.Array, values: Any, side: Literal["left", "right"]) -> jax.Array:
-    """``searchsorted`` along the last axis; leading dims broadcast. Returns int32.
+def hull(seen: jax.Array) -> tuple[Range, jax.Array]:
+    """From the first to the last of the positions that each block sees, and whether all between.
 
-    By comparing all with all: the values are blocks' (1/128 of a sequence), and a binary search is
-    a loop of launches on a GPU, of which each takes longer than this.
+    `seen` is (…, blocks, length), computed by comparing all with all. A binary search in what a
+    running maximum has put in order does less, but in loops and scans: each a row of launches on a
+    GPU, which take longer.
     """
-    values = jnp.asarray(values, ordered.dtype)[..., None]
-    ordered = ordered[..., None, :]
-    before = ordered < values if side == "left" else ordered <= values
-    return before.sum(-1, dtype=jnp.int32)
-
-
-def prefix_max(vector: jax.Array) -> jax.Array:
-    return jax.lax.cummax(vector, axis=vector.ndim - 1)
-
-
-def suffix_min(vector: jax.Array) -> jax.Array:
-    return jax.lax.cummin(vector, axis=vector.ndim - 1, reverse=True)
+    length = seen.shape[-1]
+    position = jnp.arange(length, dtype=jnp.int32)
+    begin = jnp.where(seen, position, length).min(-1)
+    end = jnp.where(seen, position + 1, 0).max(-1)
+    return Range(begin, end), seen.sum(-1, dtype=jnp.int32) == end - begin

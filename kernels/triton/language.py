@@ -9,6 +9,7 @@ runners put the filters back in between.
 from __future__ import annotations
 
 import dataclasses
+import struct
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.sharding import ManualAxisType
 
+from flashjax.kernels.softmax import Exp2
 from flashjax.varying import cast_varying
 
 LEAST = 16  # Triton's products want at least 16 in every dimension
@@ -133,19 +135,23 @@ def dot(a: jax.Array, b: jax.Array, precision: Any) -> jax.Array:
     )
 
 
-def exp2_of(*, interpret: bool) -> Callable[[jax.Array], jax.Array]:
-    """exp2 in one instruction, with results below 2⁻¹²⁶ as 0.
+def exp2_of(*, interpret: bool) -> Exp2:
+    """2^(x · unit − shift) in two instructions, with results below 2⁻¹²⁶ as 0.
 
-    libdevice's takes four, three of them for such results.
+    The compiler does not contract a product and a difference, and libdevice's exp2 takes four
+    instructions, three of them for results that small.
     """
     if interpret:
-        return jnp.exp2
+        return lambda x, unit, shift: jnp.exp2(x * unit - shift)
 
-    def exp2(x: jax.Array) -> jax.Array:
+    def exp2(x: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
+        factor = struct.pack(">f", unit).hex()
         (found,) = plt.elementwise_inline_asm(
-            "ex2.approx.ftz.f32 $0, $1;",
-            args=[x],
-            constraints="=f,f",
+            "{ .reg .f32 power; "
+            f"fma.rn.f32 power, $1, 0f{factor}, $2; "
+            "ex2.approx.ftz.f32 $0, power; }",
+            args=[x, jnp.broadcast_to(-shift, x.shape)],
+            constraints="=f,f,f",
             pack=1,
             result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
         )

@@ -18,7 +18,7 @@ from flashjax import dropout
 from flashjax.kernels import softmax
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.matrix import Parts
-from flashjax.kernels.triton.replay import lowerable
+from flashjax.kernels.triton.replay import RULES, RULES_16_BIT, lowerable
 from flashjax.masks.schedule import hides
 from flashjax.scores import Score
 from flashjax.spec import Operands, Spec
@@ -141,6 +141,7 @@ class Scorer:
         leaves, tree = jax.tree.flatten(rest, is_leaf=is_blocked)
         self._tree: Any = tree
         self.spec = spec
+        self.rules = RULES_16_BIT if jnp.dtype(spec.dtype).itemsize == 2 else RULES
         self.exp2 = tl.exp2_of(interpret=interpret)
         self.precision = tl.precision_of(spec.dtype, spec.precision, interpret=interpret)
         self.arrays = [tl.addressable(x.values if isinstance(x, Blocked) else x) for x in leaves]
@@ -244,7 +245,7 @@ class Reader:
         scores = raw
         if shapes.score is not None:
             score = self.load("score", tile)
-            scores = lowerable(score.apply)(raw, self.at(tile, score.uses_ids))
+            scores = lowerable(score.apply, self.scorer.rules)(raw, self.at(tile, score.uses_ids))
         if keep is not None:
             scores = jnp.where(keep, scores, -jnp.inf)
         return Scored(scores, raw, products, keep)
@@ -300,7 +301,7 @@ class Reader:
             return jax.vjp(modified, raw, floats)[1](d_scores)
 
         at_tile = at
-        d_raw, d_floats = lowerable(back)(scored.raw, d_scores, *leaves)
+        d_raw, d_floats = lowerable(back, self.scorer.rules)(scored.raw, d_scores, *leaves)
         return hidden(d_raw, scored.keep), [
             hidden(g.astype(jnp.float32), scored.keep) for g in d_floats
         ]
@@ -312,9 +313,8 @@ class Reader:
 
         `lse` and `delta` are vectors of rows.
         """
-        scorer = self.scorer
-        lse_tile = tile.of_rows(lse)
-        p = softmax.probabilities_base2(scored.scores, scorer.unit, lse_tile, scorer.exp2)
+        shift = tile.of_rows(softmax.shift_base2(lse))
+        p = self.scorer.exp2(scored.scores, self.scorer.unit, shift)
         dropped, d_p = self.drop(tile, p, d_p)
         d_scores = hidden(p * (d_p - tile.of_rows(delta)), scored.keep)
         d_raw, d_leaves = self.pull(scored, d_scores, tile)
