@@ -30,6 +30,7 @@ import jax
 from flashjax.backend import Device
 from flashjax.bind import Arguments, bind
 from flashjax.kernels.triton import BACKEND, config
+from flashjax.kernels.triton.config import ForwardConfig
 from flashjax.spec import Operands, Spec
 from flashjax.tuning.table import plain
 from scripts.deviceless import TARGETS, Compiler, Measured, toolkit
@@ -48,9 +49,10 @@ HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 # Head dims that are no power of two, and unequal ones: unless asked for, on one capability alone.
 ODD_HEAD_DIMS = ((96, 96), (192, 128))
 LENGTH, HEADS = 2048, 8
-# Bytes a thread. The fastest measured configurations at H 128 spill 96 to 180 (addresses, outside
-# their loops); float32 at H 256 has none below 284.
-SPILL_LIMIT = 288
+# Bytes a thread. The fastest configurations measured at H 128 spill up to 236, outside their loops.
+# The smallest tile there is, where nothing else fits, may spill more (float32 at H 256).
+SPILL_LIMIT = 256
+SMALLEST_SPILL_LIMIT = 448
 SECONDS = 120.0
 
 
@@ -200,7 +202,8 @@ def fault(program: Program, found: Measured) -> str | None:
     if found.error is not None:
         return found.error
     faults = []
-    if found.spilled > SPILL_LIMIT:
+    smallest = ForwardConfig(*config.SMALLEST) == program.config
+    if found.spilled > (SMALLEST_SPILL_LIMIT if smallest else SPILL_LIMIT):
         faults.append(f"spills {found.spilled} bytes")
     if found.shared > program.estimate:
         faults.append(f"{found.shared - program.estimate} bytes of shared memory unforeseen")

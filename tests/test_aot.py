@@ -123,7 +123,7 @@ def test_a_fault_is_a_spill_unforeseen_memory_or_an_error() -> None:
     one = program()
     fine = Measured(registers=255, stack=64, spilled=aot.SPILL_LIMIT, shared=one.estimate)
     assert aot.fault(one, fine) is None
-    assert aot.fault(one, fine._replace(spilled=289)) == "spills 289 bytes"
+    assert aot.fault(one, fine._replace(spilled=257)) == "spills 257 bytes"
     over = aot.fault(one, fine._replace(shared=one.estimate + 8))
     assert over == "8 bytes of shared memory unforeseen"
     assert aot.fault(one, Measured(error="no")) == "no"
