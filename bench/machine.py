@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import re
-import os
 import shutil
 import subprocess
 from pathlib import Path
