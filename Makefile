@@ -7,6 +7,7 @@
 ARGS ?=
 PRESET ?= tiny
 WORKERS ?= auto
+IMPLEMENTATION ?= triton
 PYTEST = python3 -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 .PHONY: help train test test-all test-slow test-gpu aot lint format wheel-check clean
@@ -16,7 +17,7 @@ help:
 	@echo "make test         the tests that any machine can run"
 	@echo "make test-all     the same with JAX 0.11.2 and with 0.12.0.1"
 	@echo "make test-slow    the slow tests"
-	@echo "make test-gpu     the tests that need an NVIDIA GPU"
+	@echo "make test-gpu     the tests on an NVIDIA GPU, of IMPLEMENTATION=triton (or xla, reference)"
 	@echo "make aot          compile all kernels for every GPU, with none: registers, spills, memory"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       put the code into ruff's format"
@@ -38,7 +39,7 @@ test-slow:
 	scripts/env dev $(PYTEST) -m "slow and not gpu" $(ARGS)
 
 test-gpu:
-	FLASHJAX_TEST_GPU=1 scripts/env test $(PYTEST) -m gpu $(ARGS)
+	FLASHJAX_TEST_GPU=1 scripts/env test $(PYTEST) -m gpu --implementation $(IMPLEMENTATION) $(ARGS)
 
 aot:
 	scripts/env aot python3 -m scripts.aot $(ARGS)

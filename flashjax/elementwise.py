@@ -85,10 +85,12 @@ def check_function(
                 "and take it as a keyword argument of the function."
             )
     across = _looks_across(closed.jaxpr)
+    stacks = (across or "").startswith(("stack", "concatenate"))
     if across is not None or getattr(out, "shape", None) != _TRIAL:
         raise TypeError(
             f"{where} is not elementwise: on a tile of shape {_TRIAL} it "
             + (f"uses {across}" if across else f"returns {describe(out)}")
+            + (" (jnp.select stacks its cases: write jnp.where in jnp.where)" if stacks else "")
             + ". It sees one tile at a time, of any size; compute each element from its own "
             "row, column and operands."
         )
