@@ -24,7 +24,11 @@ from flashjax.masks.bounds import (
     Blocks,
     Bounds,
     Range,
+    comparable,
     hull,
+    prefix_max,
+    search,
+    suffix_min,
 )
 from flashjax.structure import (
     At,
@@ -91,11 +95,15 @@ class Segments(Mask):
 
     def bounds(self, blocks: Blocks, length: int, axis: Axis) -> Bounds | None:
         own, other = self._vectors(axis)
-        low, high, uniform = (x[..., :, None] for x in _id_span(blocks, own))
-        other = other[..., None, :]
-        visit, whole = hull((other >= low) & (other <= high))
-        begin, end = visit
-        return Bounds((visit,), (Range(begin, jnp.where(uniform[..., 0] & whole, end, begin)),))
+        low, high, uniform = _id_span(blocks, own)
+        if comparable(low.size * length):
+            at = other[..., None, :]
+            visit, whole = hull((at >= low[..., None]) & (at <= high[..., None]))
+            same = visit
+        else:
+            visit, same, whole = _search_ids(other, low, high)
+        end = jnp.where(uniform & whole, same.end, same.begin)
+        return Bounds((visit,), (Range(same.begin, end),))
 
     def verdict(self, rows: Blocks, columns: Blocks) -> jax.Array:
         query, key = self._vectors("rows")
@@ -104,6 +112,26 @@ class Segments(Mask):
         meet = (q_low <= k_high) & (k_low <= q_high)
         full = q_uniform & k_uniform & (q_low == k_low)
         return jnp.where(meet, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int8)
+
+
+def _search_ids(
+    other: jax.Array, low: jax.Array, high: jax.Array
+) -> tuple[Range, Range, jax.Array]:
+    """The range that may hold ids of low … high; one that holds `low` alone; without padding?"""
+    # Both hulls ascend, for unsorted ids too: before `begin` every id is below the block's
+    # lowest, from `end` on every id is above its highest.
+    upper = prefix_max(jnp.where(other >= 0, other, -1))
+    lower = suffix_min(jnp.where(other >= 0, other, jnp.iinfo(other.dtype).max))
+    visit = Range(search(upper, low, "left"), search(lower, high, "right"))
+    # Where both hulls equal the block's one id, so does every id between, padding apart.
+    begin = jnp.maximum(visit.begin, search(lower, low, "left"))
+    end = jnp.minimum(search(upper, low, "right"), visit.end)
+    begin = jnp.minimum(begin, end)
+    padding = jnp.cumsum(other < 0, axis=-1, dtype=jnp.int32)
+    padding = jnp.pad(padding, [(0, 0)] * (padding.ndim - 1) + [(1, 0)])
+    padding = jnp.broadcast_to(padding, (*begin.shape[:-1], padding.shape[-1]))
+    clean = jnp.take_along_axis(padding, end, -1) == jnp.take_along_axis(padding, begin, -1)
+    return visit, Range(begin, end), clean
 
 
 def _id_span(blocks: Blocks, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -152,12 +180,20 @@ class Intervals(Mask):
         if axis == "columns":
             visit = Range(blocks.minimum(begin), blocks.maximum(end))
             full = Range(blocks.maximum(begin), blocks.minimum(end))
-        else:
+        elif comparable(begin.size * blocks.count):
             first, last = blocks.begin[:, None], blocks.last[:, None]
             begin, end = begin[..., None, :], end[..., None, :]
             visit, _ = hull((begin <= last) & (end > first))
             (start, stop), whole = hull((begin <= first) & (end > last))
             full = Range(start, jnp.where(whole, stop, start))
+        else:
+            first, last = blocks.begin, blocks.last
+            visit = Range(
+                search(prefix_max(end), first, "right"), search(suffix_min(begin), last, "right")
+            )
+            full = Range(
+                search(suffix_min(end), last, "right"), search(prefix_max(begin), first, "right")
+            )
         return Bounds((visit,), (full,), exact=False)
 
     def verdict(self, rows: Blocks, columns: Blocks) -> jax.Array:

@@ -146,15 +146,41 @@ def span(first: Range, last: Range) -> Bounds:
     )
 
 
-def hull(seen: jax.Array) -> tuple[Range, jax.Array]:
-    """From the first to the last of the positions that each block sees, and whether all between.
+# The most block, position pairs that `hull` compares at once: 64 MiB where a compiler keeps them.
+HULL_LIMIT = 2**24
 
-    `seen` is (…, blocks, length), computed by comparing all with all. A binary search in what a
-    running maximum has put in order does less, but in loops and scans: each a row of launches on a
-    GPU, which take longer.
+
+def comparable(pairs: int) -> bool:
+    """Whether to find ranges by :func:`hull` (else by :func:`search` in running extremes).
+
+    Comparing all with all is one fused reduction. A binary search and a running maximum do less, in
+    O(T + S) memory, but in loops and scans: on a GPU rows of launches, about 1 ms a mask.
     """
+    return pairs <= HULL_LIMIT
+
+
+def hull(seen: jax.Array) -> tuple[Range, jax.Array]:
+    """From the first to the last position that each block sees (…, blocks, length); whether all."""
     length = seen.shape[-1]
     position = jnp.arange(length, dtype=jnp.int32)
     begin = jnp.where(seen, position, length).min(-1)
     end = jnp.where(seen, position + 1, 0).max(-1)
     return Range(begin, end), seen.sum(-1, dtype=jnp.int32) == end - begin
+
+
+def search(ordered: jax.Array, values: Any, side: Literal["left", "right"]) -> jax.Array:
+    """``searchsorted`` along the last axis; leading dims broadcast. Returns int32."""
+    values = jnp.asarray(values, ordered.dtype)
+    lead = jnp.broadcast_shapes(ordered.shape[:-1], values.shape[:-1])
+    flat = jnp.broadcast_to(ordered, (*lead, ordered.shape[-1])).reshape(-1, ordered.shape[-1])
+    wanted = jnp.broadcast_to(values, (*lead, values.shape[-1])).reshape(-1, values.shape[-1])
+    found = jax.vmap(lambda o, v: jnp.searchsorted(o, v, side=side))(flat, wanted)
+    return found.astype(jnp.int32).reshape(*lead, values.shape[-1])
+
+
+def prefix_max(vector: jax.Array) -> jax.Array:
+    return jax.lax.cummax(vector, axis=vector.ndim - 1)
+
+
+def suffix_min(vector: jax.Array) -> jax.Array:
+    return jax.lax.cummin(vector, axis=vector.ndim - 1, reverse=True)

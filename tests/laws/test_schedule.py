@@ -1,11 +1,13 @@
 """The schedule visits every tile that holds something, once, in order, and marks FULL what is."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashjax.masks import Lists, Ranges
+from flashjax.masks import Lists, Ranges, bounds
 from tests.laws.answers import Answers, Walk, hold_schedules, truth_along
 from tests.laws.closed_forms import (
     closed_forms,
@@ -23,6 +25,17 @@ from tests.laws.strategies import AXES, COMPOSITIONS, TERMS, Axis, Drawn, drawn_
 def test_every_tile_that_holds_something_is_visited_once(name: str, data: st.DataObject) -> None:
     drawn = data.draw(term(name))
     hold_schedules(Answers(drawn), drawn)
+
+
+@pytest.mark.parametrize("name", ["Segments", "Intervals"])
+@settings(max_examples=50)
+@given(st.data())
+def test_where_comparing_all_takes_too_much_memory_ranges_are_searched(
+    name: str, data: st.DataObject
+) -> None:
+    drawn = data.draw(term(name))
+    with mock.patch.object(bounds, "HULL_LIMIT", 0):
+        hold_schedules(Answers(drawn), drawn)
 
 
 @settings(max_examples=50)
