@@ -25,6 +25,8 @@ from flashjax.spec import Operands, Spec
 from flashjax.structure import At, Blocked, is_blocked
 
 LOG2_E = math.log2(math.e)
+# Scales that float32 holds with log2(e) to spare; others multiply every score.
+LEAST_FOLDED = 2.0**-64
 
 
 class Tile(NamedTuple):
@@ -131,10 +133,7 @@ def inside(spec: Spec, tile: Tile) -> tuple[jax.Array | None, jax.Array | None]:
 
 
 class Scorer:
-    """Computes tiles of scores and takes gradients back through them, inside a kernel.
-
-    `heads` is how many query heads a program sees; `per_program` gives its first from the grid.
-    """
+    """A call's operands beside q, k and v: what a kernel takes in, and how it reads its tiles."""
 
     def __init__(self, spec: Spec, operands: Operands, *, interpret: bool) -> None:
         rest = dataclasses.replace(operands, query=None, key=None, value=None)
@@ -153,13 +152,14 @@ class Scorer:
         ]
         shapes = spec.shapes
         plain = shapes.bias is None and shapes.score is None
-        self.folded = plain and spec.scale is not None and spec.scale > 0
+        scale = spec.scale if spec.scale is not None else 0.0
+        self.folded = plain and LEAST_FOLDED <= scale <= 1 / LEAST_FOLDED
         # What no row sees may be NaN, and 0 · NaN is NaN: such columns (and rows) are read as 0.
         hidden_rows, hidden_columns = hides(spec.shapes.mask, spec.rows, spec.columns)
         by_bias = shapes.bias is not None
         self.guards_rows = hidden_rows or by_bias
         self.guards_columns = hidden_columns or by_bias
-        self.unit = LOG2_E * (spec.scale if self.folded and spec.scale is not None else 1.0)
+        self.unit = LOG2_E * (scale if self.folded else 1.0)
 
     def blocks(self, heads: int = 1, batches: int = 1) -> list[tl.Block]:
         """The operands as a kernel's inputs, for programs of that many heads and members each."""
