@@ -304,8 +304,8 @@ def backward_pass(
     index = jnp.arange(scorer.columns.count, dtype=jnp.int32)
     (sums, d_query), (d_key, d_value) = lax.scan(column_block, (sums, d_query), index)
 
-    def cropped(total: jax.Array, like: jax.Array) -> jax.Array:
-        return tiles.cropped(total, like.shape)
+    def cropped(total: jax.Array | None, like: jax.Array) -> jax.Array | None:
+        return None if total is None else tiles.cropped(total, like.shape)
 
     found: dict[str, Any] = {
         "query": from_row_blocks(
@@ -316,7 +316,10 @@ def backward_pass(
     }
     for name, total in sums.items():
         like = jax.tree.leaves(getattr(operands, name))
-        found[name] = jax.tree.map(cropped, total, tuple(like) if name == "score" else like[0])
+        if name == "score":  # None where a leaf is an integer
+            found[name] = tuple(map(cropped, total, like))
+        else:
+            found[name] = cropped(total, like[0])
     empty = dict.fromkeys(("query", "key", "value"))
     return Operands(**{**empty, **{k: v for k, v in found.items() if k in wanted}})
 

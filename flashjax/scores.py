@@ -79,7 +79,8 @@ class SoftCap(Score):
             raise ValueError(f"soft_cap(cap=…) is {self.cap!r}; wanted a finite number > 0.")
 
     def apply(self, score: jax.Array, at: At) -> jax.Array:
-        return self.cap * jnp.tanh(score / self.cap)
+        cap = self.cap if isinstance(self.cap, (int, float)) else self.cap.astype(score.dtype)
+        return cap * jnp.tanh(score / cap)
 
 
 def soft_cap(cap: float | jax.Array) -> Score:

@@ -343,3 +343,22 @@ def test_attention_takes_modifiers_only(wrong: Any) -> None:
     hint = r"score_mod is a .*; wanted a flashjax.scores modifier.*ScoreMod\(fn\)"
     with pytest.raises(TypeError, match=hint):
         attention(x, x, x, score_mod=wrong)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_an_integer_array_beside_a_float_one(implementation: str) -> None:
+    """The float one has its gradient all the same."""
+    q = jax.random.normal(jax.random.key(0), (2, 9, 2, 4))
+
+    def total(slopes: Any) -> Any:
+        score = scores.Alibi(slopes, offset=jnp.array([3, -2]))
+        out = flashjax.dot_product_attention(
+            q, q, q, score_mod=score, implementation=implementation
+        )
+        return (out**2).sum()
+
+    slopes = jnp.array([0.5, 0.25])
+    step = 1e-2 * jnp.array([1.0, 0.0])
+    difference = (total(slopes + step) - total(slopes - step)) / 2e-2
+    # The third derivative of a sum of 144 squares over 6, times the step's square.
+    np.testing.assert_allclose(jax.grad(total)(slopes)[0], difference, rtol=2e-3)

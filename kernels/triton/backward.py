@@ -35,7 +35,7 @@ class Given(NamedTuple):
 
 
 def backward(spec: Spec, config: BackwardConfig, given: Given, *, interpret: bool) -> Operands:
-    """Gradients of ``spec.wanted`` but sinks, in their operands' dtypes or float32."""
+    """Gradients of ``spec.wanted`` but sinks, in their operands' dtypes."""
     found: dict[str, Any] = dict.fromkeys(("query", "key", "value"))
     extra: dict[tuple[str, int], jax.Array] = {}
     rows, columns = sums(spec, "rows"), sums(spec, "columns")

@@ -61,7 +61,8 @@ def bias_gradient(
     def kernel(*refs: Any) -> None:
         q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest = refs
         operand_refs, (*seen_refs, d_bias_ref) = rest[: len(own)], rest[len(own) :]
-        i, j = lax.div(tl.program(0), columns.count), lax.rem(tl.program(0), columns.count)
+        count = jnp.int32(columns.count)
+        i, j = lax.div(tl.program(0), count), lax.rem(tl.program(0), count)
         first_head = tl.program(1) * heads
         tile = Tile(i * rows.size, j * columns.size, rows.size, columns.size)
 

@@ -1,7 +1,7 @@
 """Users' functions in the primitives that the Triton lowering has.
 
-A function of a mask or a score is traced, and its few primitives that the lowering lacks are
-replayed through others. What neither knows is told at plan time (:func:`unknown`).
+A function of a mask or a score is traced, and what the lowering lacks or gets wrong is replayed
+through other primitives, or in float32. What is left over is told at plan time (:func:`unknown`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ from jax.extend import core as jex
 # What the lowering has of elementwise primitives, JAX 0.11.2 and 0.12.0.1.
 _NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim
-broadcast_to cbrt ceil clamp clz convert_element_type cos cosh div eq erf_inv exp exp2 expm1 floor
+broadcast_to cbrt ceil clamp convert_element_type cos cosh div eq erf_inv exp exp2 expm1 floor
 ge gt integer_pow iota is_finite le log log1p log2 logistic lt max min mul ne neg nextafter not
-one_minus_square or population_count pow rem reshape rsqrt select_n shift_left
+one_minus_square or pow rem reshape reshard rsqrt select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze stop_gradient sub tan
 tanh xor
 """
 LOWERED = frozenset(_NAMES.split())
+# What it has of those for bfloat16 and float16; the others run in float32.
+_NARROW_NAMES = """
+abs add add_any broadcast_in_dim broadcast_to ceil convert_element_type eq exp exp2 floor ge gt
+is_finite le lt max min mul ne neg reshape reshard select_n sin squeeze stop_gradient sub
+"""
+NARROW = frozenset(_NARROW_NAMES.split())
+# Functions of a library: they want arrays where a number stands beside them.
+LIBRARY = frozenset({"atan2", "cbrt", "expm1", "log", "log1p", "nextafter", "pow", "tanh"})
 Rules = dict[str, Callable[..., Any]]
 # Primitives that hold a function, and where.
 CALLS = {
@@ -43,12 +51,12 @@ CALLS = {
 
 
 def lowerable(fn: Callable[..., Any], rules: Rules | None = None) -> Callable[..., Any]:
-    """`fn`, with each primitive that has a rule replayed; by default those the lowering lacks."""
+    """`fn`, with all that the lowering does not take replayed, and each primitive with a rule."""
     rules = RULES if rules is None else rules
 
     def replayed(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        if not any(True for name in _primitives(closed.jaxpr) if name in rules):
+        if not any(_needs_replay(x, rules) for x in _equations(closed.jaxpr)):
             return fn(*args)
         out = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), rules)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
@@ -58,35 +66,50 @@ def lowerable(fn: Callable[..., Any], rules: Rules | None = None) -> Callable[..
 
 def unknown(fn: Callable[..., Any], *args: Any) -> str | None:
     """The first primitive of `fn` that neither the lowering nor this module knows."""
-    for name in _primitives(jax.make_jaxpr(fn)(*args).jaxpr):
+    for equation in _equations(jax.make_jaxpr(fn)(*args).jaxpr):
+        name = _name(equation)
         if name not in LOWERED and name not in RULES:
             return name
     return None
 
 
-def _primitives(jaxpr: Any) -> Iterator[str]:
+def _equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name in CALLS:
-            yield from _primitives(_inner(equation)[0])
+        if equation.primitive.name in CALLS:
+            yield from _equations(_inner(equation)[0])
         else:
-            yield _name(equation)
-
-
-def _aval(atom: Any) -> Any:
-    return atom.aval
+            yield equation
 
 
 def _name(equation: Any) -> str:
     """The primitive's name, with what the lowering gets wrong told apart."""
-    name: str = equation.primitive.name
+    name, operands = str(equation.primitive.name), [x.aval for x in equation.invars]
     if name == "select_n":
-        if len(equation.invars) > 3:
+        if len(operands) > 3:
             return "select_n of many"
         # Of numbers without a dtype of their own the lowering takes the condition's.
-        if any(isinstance(x, jex.Literal) and _aval(x).weak_type for x in equation.invars[1:]):
+        if any(x.ndim == 0 and x.weak_type for x in operands[1:]):
             return "select_n of numbers"
+    if name in ("max", "min") and operands[0].dtype == jnp.bool_:
+        return f"{name} of bools"
     return name
+
+
+def _is_narrow(equation: Any) -> bool:
+    """Whether a float of 16 bits meets a primitive that the lowering has for 32 alone."""
+    atoms = (*equation.invars, *equation.outvars)
+    floats = [x.aval for x in atoms if jnp.issubdtype(x.aval.dtype, jnp.floating)]
+    name = equation.primitive.name
+    return name not in NARROW and any(x.dtype.itemsize == 2 for x in floats)
+
+
+def _needs_replay(equation: Any, rules: Rules) -> bool:
+    beside_number = any(isinstance(x, jex.Literal) for x in equation.invars)
+    return (
+        _name(equation) in rules
+        or _is_narrow(equation)
+        or (beside_number and equation.primitive.name in LIBRARY)
+    )
 
 
 def _inner(equation: Any) -> tuple[Any, Any]:
@@ -103,16 +126,49 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any, rules: Rules) -> list[Any]:
         return values[atom]
 
     for equation in jaxpr.eqns:
-        name, inputs = _name(equation), [read(x) for x in equation.invars]
-        if name in CALLS:
+        inputs = [read(x) for x in equation.invars]
+        if equation.primitive.name in CALLS:
             out = _evaluate(*_inner(equation), inputs, rules)
-        elif name in rules:
-            out = [rules[name](*inputs, **equation.params)]
         else:
-            out = equation.primitive.bind(*inputs, **equation.params)
-            out = out if equation.primitive.multiple_results else [out]
+            out = _one(equation, inputs, rules)
         values.update(zip(equation.outvars, out, strict=True))
     return [read(x) for x in jaxpr.outvars]
+
+
+def _one(equation: Any, inputs: list[Any], rules: Rules) -> list[Any]:
+    name, primitive = _name(equation), equation.primitive
+    out = equation.outvars[0].aval
+    rule = rules.get(name)
+    if primitive.name in LIBRARY:
+        if all(isinstance(x, np.generic) for x in inputs) and hasattr(np, primitive.name):
+            return [out.dtype.type(getattr(np, primitive.name)(*inputs))]
+        inputs = [_spread(x, out.shape) for x in inputs]
+    # A rule's own constants are float32, too.
+    widen = _is_narrow(equation) or (rule is not None and name not in DTYPE_FREE)
+    if widen:
+        floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in inputs]
+        inputs = [
+            jnp.asarray(x, jnp.float32) if f else x for x, f in zip(inputs, floating, strict=True)
+        ]
+    if rule is not None:
+        found = [rule(*inputs, **equation.params)]
+    else:
+        bound = primitive.bind(*inputs, **equation.params)
+        found = list(bound) if primitive.multiple_results else [bound]
+    if widen:
+        wanted = [x.aval.dtype for x in equation.outvars]
+        found = [jnp.asarray(x, dtype) for x, dtype in zip(found, wanted, strict=True)]
+    return found
+
+
+def _spread(x: Any, shape: tuple[int, ...]) -> Any:
+    """A number as an array; an array as it is."""
+    number: Any = x
+    return jnp.full(shape, number) if isinstance(x, np.generic) else x
+
+
+def _aval(atom: Any) -> Any:
+    return atom.aval
 
 
 def _select(which: Any, *cases: Any, **_: Any) -> Any:
@@ -164,12 +220,27 @@ RULES: Rules = {
     "round": _round,
     "erf": _erf,
     "erfc": lambda x, **_: 1 - _erf(x),
+    "max of bools": lambda a, b, **_: a | b,
+    "min of bools": lambda a, b, **_: a & b,
     "polynomial": lambda x, *terms, **_: functools.reduce(
         lambda total, term: total * x + term, reversed(terms)
     ),
     "copy": lambda x, **_: x,
     "reduce_precision": lambda x, **_: x,
 }
+
+
+# Rules that take any dtype as it is.
+DTYPE_FREE = frozenset(
+    {
+        "select_n of many",
+        "select_n of numbers",
+        "max of bools",
+        "min of bools",
+        "copy",
+        "reduce_precision",
+    }
+)
 
 
 def _tanh(x: Any, **_: Any) -> Any:

@@ -57,15 +57,16 @@ def summed(vector: jax.Array, of: Sum) -> jax.Array:
 
 
 def in_structure(spec: Spec, found: dict[tuple[str, int], jax.Array]) -> dict[str, Any]:
-    """Gradients by operand, those of a score as a tuple of its leaves with None for integers."""
+    """Gradients by operand, in its dtype; a score's as a tuple of leaves, None for integers."""
     grads: dict[str, Any] = {}
     for name in {name for name, _ in found}:
-        mine = iter(array for key, array in sorted(found.items()) if key[0] == name)
-        if name == "score":
-            leaves = jax.tree.leaves(spec.shapes.score)
-            grads[name] = tuple(
-                next(mine) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in leaves
-            )
-        else:
-            grads[name] = next(mine)
+        arrays = [
+            array for (of, _), array in sorted(found.items(), key=lambda x: x[0]) if of == name
+        ]
+        mine, leaves = iter(arrays), jax.tree.leaves(getattr(spec.shapes, name))
+        rounded = tuple(
+            next(mine).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None
+            for x in leaves
+        )
+        grads[name] = rounded if name == "score" else rounded[0]
     return grads

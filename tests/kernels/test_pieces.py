@@ -17,6 +17,7 @@ from flashjax.bind import Arguments, bind
 from flashjax.kernels.triton import BACKEND, config
 from flashjax.kernels.triton.language import parts_of
 from flashjax.kernels.triton.replay import RULES, lowerable, unknown
+from scripts.deviceless import abstract_mesh
 
 X = np.concatenate([np.linspace(-5, 5, 4001), [0.5, 1.5, 2.5, -0.5, -1.5, 0.49999997]])
 X = X.astype(np.float32)
@@ -49,6 +50,37 @@ def test_replayed_functions_give_the_same(fn: Any, ulps: int) -> None:
     assert unknown(lowerable(fn), X) in (None, "reduce_sum")
     names = str(jax.make_jaxpr(lowerable(fn))(X))
     assert not any(f" {name}" in names for name in ("erf", "round", "polynomial"))
+
+
+NARROW: dict[str, Any] = {
+    "tanh": jnp.tanh,
+    "third": lambda x: x / 3,
+    "sigmoid": jax.nn.sigmoid,
+    "softplus": jax.nn.softplus,
+    "gelu": jax.nn.gelu,
+    "power": lambda x: jnp.abs(x) ** 0.5,
+    "logarithm's slope": lambda x: jax.vjp(jnp.log2, jnp.abs(x) + 1)[1](x)[0],
+    "round": jnp.round,
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("name", NARROW)
+def test_functions_of_16_bit_arrays_run_in_float32(name: str, dtype: Any) -> None:
+    fn, x = NARROW[name], jnp.asarray(X, dtype)
+    found = lowerable(fn)(x)
+    assert found.dtype == dtype
+    wanted = np.asarray(fn(jnp.asarray(x, jnp.float32)))
+    # A function of several steps rounds after each: at most four halves of an ulp of what went in.
+    step = 4 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=step, atol=step)
+
+
+def test_a_remainder_replays_numbers_that_reach_an_inner_function() -> None:
+    i = np.arange(-20, 20, dtype=np.int32)
+    np.testing.assert_array_equal(lowerable(lambda x: jnp.fmod(x, 5))(i), np.fmod(i, 5))
+    bools = np.array([True, False, True])
+    np.testing.assert_array_equal(lowerable(jnp.maximum)(bools, ~bools), [True] * 3)
 
 
 def test_erf_is_right() -> None:
@@ -114,6 +146,39 @@ def test_operands_of_rows_and_columns_count() -> None:
     assert config.Sizes.of(biased, "9.0").tile == 4
     assert config.Sizes.of(plain, "9.0").tile == 0
     assert BACKEND.configs(biased, device)
+
+
+def lowered(x64: bool = False, **arguments: Any) -> None:
+    """Lowers a call and the gradients of all its floating arrays for CUDA, with no GPU."""
+    shape = ((2, 72, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16))
+    q, k, v = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shape)
+    make = arguments.pop("make", lambda x: {})
+    operands = arguments
+
+    def call(q: Any, k: Any, v: Any, operands: Any) -> Any:
+        named = make(operands) or operands
+        out = flashjax.dot_product_attention(q, k, v, implementation="triton", **named)
+        return out.astype(jnp.float32).sum()
+
+    with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(abstract_mesh("9.0")):
+        step = jax.jit(jax.grad(call, argnums=(0, 1, 2, 3), allow_int=True))
+        step.trace(q, k, v, operands).lower(lowering_platforms=("cuda",))
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64], ids=str)
+def test_gradients_come_in_their_operands_dtypes_on_a_gpu_too(dtype: Any) -> None:
+    """There both the kernels and "xla" are traced, for one program, and have to agree."""
+    wide = dtype == jnp.float64
+    for shape in ((1, 1, 1, 40), (2, 4, 72, 1), (1, 4, 72, 40)):
+        lowered(wide, bias=array(*shape, dtype=dtype))
+    lowered(wide, scale=array(dtype=dtype))
+    lowered(wide, logits_soft_cap=array(dtype=dtype))
+    slopes = {"slopes": array(4, dtype=dtype), "offset": array(2, dtype=jnp.int32)}
+    lowered(wide, make=lambda x: {"score_mod": scores.Alibi(**x)}, **slopes)
 
 
 LOWER = """
