@@ -20,7 +20,7 @@ from flashjax.backend import Config
 from flashjax.kernels import softmax
 from flashjax.masks import Blocks, Schedule
 from flashjax.masks.schedule import at as at_block
-from flashjax.scores import Score
+from flashjax.scores import pulled_back
 from flashjax.spec import Operands, Spec
 from flashjax.structure import At, is_blocked
 from flashjax.tiles import (
@@ -371,25 +371,12 @@ def _score_gradients(
     """From dS of the modified scores to that of the raw ones, and of the modifier's arrays."""
     if scorer.operands.score is None:
         return d_scores, None
-    at = scorer.positions(i, j)
-    leaves, treedef = jax.tree.flatten(scorer.tiles.load_tree(scorer.operands.score, i, j))
-    # On full tiles the gradient stays elementwise, so that hidden elements can be taken out.
-    leaves = [jnp.broadcast_to(x, scored.raw.shape) for x in leaves]
-    floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
-
-    def modified(raw: jax.Array, floats: list[jax.Array]) -> jax.Array:
-        rest = iter(floats)
-        filled = [next(rest) if f else x for f, x in zip(floating, leaves, strict=True)]
-        score: Score = jax.tree.unflatten(treedef, filled)
-        return score.apply(raw, at)
-
-    floats = [x for f, x in zip(floating, leaves, strict=True) if f]
-    _, pull = jax.vjp(modified, scored.raw, floats)
-    d_raw, d_floats = pull(d_scores)
+    score = scorer.tiles.load_tree(scorer.operands.score, i, j)
+    score = jax.tree.map(lambda x: jnp.broadcast_to(x, scored.raw.shape), score)
+    d_raw, d_leaves = pulled_back(score, scored.raw, scorer.positions(i, j), d_scores)
     d_raw = _masked(d_raw, scored.keep)
     if "score" not in scorer.spec.wanted:
         return d_raw, None
-    found = iter(d_floats)
     return d_raw, tuple(
-        _masked(next(found), scored.keep).astype(d_raw.dtype) if f else None for f in floating
+        None if x is None else _masked(x, scored.keep).astype(d_raw.dtype) for x in d_leaves
     )

@@ -49,6 +49,29 @@ class Score(Structure):
         return Chain((self, after))
 
 
+def pulled_back(
+    score: Score, raw: jax.Array, at: At, d_score: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+    """The gradients of ``score.apply(raw, at)``: of `raw`, and of each array, None for integers.
+
+    Give the arrays as full tiles: their gradients are then elementwise, and hidden elements can be
+    taken out before they are summed.
+    """
+    leaves, treedef = jax.tree.flatten(score)
+    floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+
+    def modified(raw: jax.Array, floats: list[jax.Array]) -> jax.Array:
+        rest = iter(floats)
+        filled = [next(rest) if f else x for f, x in zip(floating, leaves, strict=True)]
+        full: Score = jax.tree.unflatten(treedef, filled)
+        return full.apply(raw, at)
+
+    floats = [x for f, x in zip(floating, leaves, strict=True) if f]
+    d_raw, d_floats = jax.vjp(modified, raw, floats)[1](d_score)
+    found = iter(d_floats)
+    return d_raw, tuple(next(found) if f else None for f in floating)
+
+
 @structure
 class Chain(Score):
     """Score modifiers applied in order."""

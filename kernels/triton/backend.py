@@ -22,6 +22,7 @@ from flashjax.kernels.triton.config import (
 from flashjax.kernels.triton.forward import forward
 from flashjax.kernels.triton.replay import unknown
 from flashjax.masks import Mask, Predicate
+from flashjax.scores import pulled_back
 from flashjax.spec import Aval, Operands, Spec
 from flashjax.structure import POSITION_LIMIT, At
 
@@ -112,24 +113,12 @@ def _unknown_function(spec: Spec) -> str | None:
     if score is not None:
         values = Aval((16, 16), jnp.float32)
         name = unknown(lambda score, s, at: score.apply(s, at), _on_tile(score), values, at)
-        name = name or unknown(_pulled, _on_tile(score), values, at)
+        name = name or unknown(
+            lambda score, s, at: pulled_back(score, s, at, s), _on_tile(score), values, at
+        )
         if name is not None:
             return f"score_mod={score} uses {name}, which the Triton lowering does not have"
     return None
-
-
-def _pulled(score: Any, values: jax.Array, at: At) -> Any:
-    leaves, tree = jax.tree.flatten(score)
-    floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
-
-    def modified(values: jax.Array, floats: list[jax.Array]) -> jax.Array:
-        rest = iter(floats)
-        filled = [next(rest) if f else x for f, x in zip(floating, leaves, strict=True)]
-        out: jax.Array = jax.tree.unflatten(tree, filled).apply(values, at)
-        return out
-
-    floats = [x for f, x in zip(floating, leaves, strict=True) if f]
-    return jax.vjp(modified, values, floats)[1](values)
 
 
 def _on_tile(structure: Any) -> Any:

@@ -20,7 +20,7 @@ from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.matrix import Parts
 from flashjax.kernels.triton.replay import RULES, RULES_16_BIT, lowerable
 from flashjax.masks.schedule import hides
-from flashjax.scores import Score
+from flashjax.scores import Score, pulled_back
 from flashjax.spec import Operands, Spec
 from flashjax.structure import At, Blocked, is_blocked
 
@@ -286,24 +286,14 @@ class Reader:
             return d_scores, []
         score = self.load("score", tile)
         at = self.at(tile, score.uses_ids)
-        leaves, tree = jax.tree.flatten(score)
-        leaves = [jnp.broadcast_to(x, tile.shape) for x in leaves]
-        floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+        score = jax.tree.map(lambda x: jnp.broadcast_to(x, tile.shape), score)
 
-        def back(raw: jax.Array, d_scores: jax.Array, *leaves: jax.Array) -> Any:
-            def modified(raw: jax.Array, floats: list[jax.Array]) -> jax.Array:
-                rest = iter(floats)
-                filled = [next(rest) if f else x for f, x in zip(floating, leaves, strict=True)]
-                modifier: Score = jax.tree.unflatten(tree, filled)
-                return modifier.apply(raw, at_tile)
+        def back(score: Score, raw: jax.Array, d_scores: jax.Array) -> Any:
+            return pulled_back(score, raw, at, d_scores)
 
-            floats = [x for f, x in zip(floating, leaves, strict=True) if f]
-            return jax.vjp(modified, raw, floats)[1](d_scores)
-
-        at_tile = at
-        d_raw, d_floats = lowerable(back, self.scorer.rules)(scored.raw, d_scores, *leaves)
+        d_raw, d_leaves = lowerable(back, self.scorer.rules)(score, scored.raw, d_scores)
         return hidden(d_raw, scored.keep), [
-            hidden(g.astype(jnp.float32), scored.keep) for g in d_floats
+            hidden(x.astype(jnp.float32), scored.keep) for x in d_leaves if x is not None
         ]
 
     def back(
