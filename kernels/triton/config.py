@@ -8,7 +8,7 @@ kernels load and the sums that they keep.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -85,10 +85,9 @@ class Sizes(NamedTuple):
         return Sizes(head, value, item, tile, vector, capability == "9.0")
 
     @property
-    def registers(self) -> int:
-        if self.item == 4:
-            return REGISTERS["float32"]
-        return REGISTERS["wgmma" if self.wgmma else "mma"]
+    def products(self) -> str:
+        """The kind of products, as `REGISTERS` names it."""
+        return "float32" if self.item == 4 else "wgmma" if self.wgmma else "mma"
 
     def streamed(self, c: ForwardConfig) -> int:
         """Shared memory of the operands beside q, k and v, and alignment."""
@@ -138,6 +137,7 @@ def key_need(c: ForwardConfig, s: Sizes) -> Need:
 # Of 255 registers a thread, what may be held; addresses, statistics and the right sides of products
 # want the rest, in float32 twice over. Found by compiling (`make aot`).
 REGISTERS = {"wgmma": 224, "mma": 208, "float32": 112}
+QUERY_REGISTERS = {**REGISTERS, "float32": 184}
 
 Tuples = tuple[tuple[int, int, int, int], ...]
 # (rows, columns, warps, stages) by bytes an element and the larger head dim up to which they serve,
@@ -161,7 +161,7 @@ QUERY: dict[tuple[int, int], Tuples] = {
     (2, 128): ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
     (2, 256): ((64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
     (4, 64): ((64, 32, 4, 1), (64, 64, 4, 2), (32, 32, 4, 1)),
-    (4, 128): ((32, 16, 8, 1), (16, 64, 8, 1), (16, 32, 4, 1)),
+    (4, 128): ((32, 32, 4, 1), (32, 16, 8, 1), (16, 64, 8, 1), (16, 32, 4, 1)),
     (4, 256): (),
 }
 KEY: dict[tuple[int, int], Tuples] = {
@@ -169,7 +169,7 @@ KEY: dict[tuple[int, int], Tuples] = {
     (2, 128): ((64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 2), (32, 32, 4, 2)),
     (2, 256): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
     (4, 64): ((32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
-    (4, 128): ((64, 16, 8, 1), (16, 32, 8, 1), (32, 16, 8, 1)),
+    (4, 128): ((32, 32, 8, 1), (64, 16, 8, 1), (16, 32, 8, 1), (32, 16, 8, 1)),
     (4, 256): (),
 }
 # Nothing smaller exists: in float32 at a head dim of 256 the compiler spills up to 284 bytes.
@@ -181,6 +181,7 @@ def _fitting(
     need: Callable[[ForwardConfig, Sizes], Need],
     spec: Spec,
     capability: str,
+    registers: Mapping[str, int] = REGISTERS,
 ) -> list[ForwardConfig]:
     sizes, limit = Sizes.of(spec, capability), SHARED_MEMORY.get(capability, 0)
     largest = max(sizes.head, sizes.value)
@@ -190,9 +191,9 @@ def _fitting(
     fitting = []
     for numbers in dict.fromkeys((*listed, SMALLEST)):
         config = ForwardConfig(*numbers)
-        shared, registers = need(config, sizes)
-        enough = registers <= sizes.registers or numbers == SMALLEST
-        if shared <= limit and enough:
+        found = need(config, sizes)
+        enough = found.registers <= registers[sizes.products] or numbers == SMALLEST
+        if found.shared <= limit and enough:
             fitting.append(config)
     # The smallest is for where nothing else is.
     return fitting[:-1] if len(fitting) > 1 else fitting
@@ -205,7 +206,7 @@ def forward_configs(spec: Spec, capability: str) -> tuple[ForwardConfig, ...]:
 
 def backward_configs(spec: Spec, capability: str) -> tuple[BackwardConfig, ...]:
     """Pairs of the two passes' configurations, as many as the longer list has."""
-    query = _fitting(QUERY, query_need, spec, capability)
+    query = _fitting(QUERY, query_need, spec, capability, QUERY_REGISTERS)
     key = _fitting(KEY, key_need, spec, capability)
     if not query or not key:
         return ()
