@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from flashjax.masks import Lists, Ranges, Schedule
-from flashjax.masks.schedule import Pair, disjoint
+from flashjax.masks.schedule import Pair
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +53,7 @@ def _from_lists(walk: Lists, masked: bool) -> Visits:
 
 
 def _from_ranges(walk: Ranges, masked: bool) -> Visits:
-    partial, full = parted(_pairs(walk.visit), disjoint(_pairs(walk.full)), masked=masked)
+    partial, full = parted(_pairs(walk.visit), _pairs(walk.full), masked=masked)
     stacked = [jnp.stack(jnp.broadcast_arrays(*pair), -1) for pair in (*partial, *full)]
     return Visits(jnp.stack(stacked, -2), None, len(partial))
 

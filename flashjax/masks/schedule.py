@@ -119,7 +119,9 @@ Pair = tuple[Any, Any]
 
 
 def tile_ranges(bounds: Bounds, other: Blocks) -> tuple[list[Pair], list[Pair]]:
-    """Ranges of tiles for ranges of positions: those to visit, disjoint, and those that are FULL.
+    """Ranges of tiles for ranges of positions: those to visit and those that are FULL.
+
+    Both are disjoint and ascend.
 
     Works on the bounds of all blocks, and inside a kernel on those of one.
     """
@@ -136,7 +138,7 @@ def tile_ranges(bounds: Bounds, other: Blocks) -> tuple[list[Pair], list[Pair]]:
         first, stop = -(-clipped(begin) // size), clipped(end) // size
         some = first < stop
         full.append((jnp.where(some, first, 0), jnp.where(some, stop, 0)))
-    return disjoint(visit), full
+    return _disjoint(visit), _disjoint(full)
 
 
 def _ranges(bounds: Bounds, own: Blocks, other: Blocks) -> Ranges:
@@ -146,7 +148,7 @@ def _ranges(bounds: Bounds, own: Blocks, other: Blocks) -> Ranges:
     return Ranges(_pairs(visit, lead), _pairs(full, lead))
 
 
-def disjoint(ranges: list[Pair]) -> list[Pair]:
+def _disjoint(ranges: list[Pair]) -> list[Pair]:
     """Orders two ranges of tiles and takes from the second what the first already holds."""
     if len(ranges) == 1:
         return ranges

@@ -32,11 +32,6 @@ def _per_block(x: Any) -> Any:
     return x if isinstance(x, int) or x is None else x[..., 0]
 
 
-def _typed(x: Any) -> Any:
-    """Numbers as int32: Pallas's Triton lowering takes two bare ones in a `where` for bools."""
-    return np.int32(x) if isinstance(x, int) else x
-
-
 class _Band(Mask):
     """A term whose rows see one range of columns, with ends monotone in the row, and vice versa."""
 
@@ -187,7 +182,7 @@ class Lengths(_Band):
         other = _per_block(other)
         if limit is None:
             return Range(0, other)
-        return Range(0, jnp.where(position < _per_block(limit), _typed(other), _typed(0)))
+        return Range(0, jnp.where(position < _per_block(limit), other, 0))
 
 
 @structure
@@ -209,7 +204,7 @@ class Prefix(_Band):
         return Range(0, _per_block(self.length))
 
     def _rows_of(self, column: Any, rows: int) -> Range:
-        return Range(0, jnp.where(column < _per_block(self.length), _typed(rows), _typed(0)))
+        return Range(0, jnp.where(column < _per_block(self.length), rows, 0))
 
 
 @structure

@@ -15,7 +15,7 @@ from jax import lax
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.config import ForwardConfig
 from flashjax.kernels.triton.matrix import Matrix, Rows, product
-from flashjax.kernels.triton.tile import Scorer, Tile, inside
+from flashjax.kernels.triton.tile import Scorer, Tile, exists
 from flashjax.masks import EMPTY, Blocks
 from flashjax.spec import Aval, Operands, Spec
 from flashjax.varying import varying_axes
@@ -43,7 +43,7 @@ def bias_gradient(
         verdict = operands.mask.verdict(rows, columns)
         verdict = verdict.reshape((1,) * (4 - verdict.ndim) + verdict.shape)
         verdict = jnp.broadcast_to(verdict, (*verdict.shape[:2], rows.count, columns.count))
-        seen = [scorer.block(verdict, heads, batches)]
+        seen = [tl.broadcast_block(verdict, heads, batches)]
 
     def of_query(_: Any, n: Any, b: Any) -> tuple[Any, Any]:
         return b, n
@@ -96,12 +96,8 @@ def bias_gradient(
 
         start = jnp.zeros((rows.size, columns.size), jnp.float32)
         total = lax.fori_loop(jnp.int32(0), jnp.int32(batches * heads), one, start)
-        in_rows, in_columns = inside(spec, tile)
-        masks = [] if in_rows is None else [tile.of_rows(in_rows)]
-        masks += [] if in_columns is None else [tile.of_columns(in_columns)]
-        mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
         index = (0, 0, tl.span(tile.row, rows.size), tl.span(tile.column, columns.size))
-        tl.store(d_bias_ref, index, total, mask)
+        tl.store(d_bias_ref, index, total, exists(spec, tile))
 
     bias = Aval(operands.bias.shape, operands.bias.dtype)
     blocks = [x.block for x in (query, key, value, d_output, row_lse, row_delta)]
@@ -110,7 +106,7 @@ def bias_gradient(
         "flashjax_backward_bias",
         (rows.count * columns.count, own_heads, own_batch),
         [*blocks, *own, *seen],
-        [scorer.block(bias, 1, 1)],
+        [tl.broadcast_block(bias, 1, 1)],
         warps=config.warps,
         stages=1,
         axes=varying_axes(operands.query),

@@ -45,6 +45,18 @@ class Block:
         return pl.BlockSpec(self.shape, self.index)
 
 
+def broadcast_block(array: Any, heads: int, batches: int) -> Block:
+    """A block of an array (B|1, N|1, …): so many members and heads of it, or the one it has."""
+    b, n = array.shape[:2]
+    shape = (1 if b == 1 else batches, 1 if n == 1 else heads, *array.shape[2:])
+    rest = (0,) * (len(array.shape) - 2)
+
+    def index(_: Any, head: Any, batch: Any) -> tuple[Any, ...]:
+        return (0 if b == 1 else batch, 0 if n == 1 else head, *rest)
+
+    return Block(array, shape, index)
+
+
 def silence() -> None:
     warnings.filterwarnings(
         "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning

@@ -111,13 +111,7 @@ class Leaf:
             return tile.of_rows(tl.load(ref, (*lead, rows, 0), in_rows))
         if not of_rows:
             return tile.of_columns(tl.load(ref, (*lead, 0, columns), in_columns))
-        flat = tile._replace(transposed=False)
-        masks = [
-            spread(mask)
-            for spread, mask in ((flat.of_rows, in_rows), (flat.of_columns, in_columns))
-            if mask is not None
-        ]
-        mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
+        mask = exists(spec, tile._replace(transposed=False))
         values = tl.load(ref, (*lead, rows, columns), mask)
         return values.T if tile.transposed else values
 
@@ -130,6 +124,13 @@ def inside(spec: Spec, tile: Tile) -> tuple[jax.Array | None, jax.Array | None]:
     if spec.columns % tile.columns:
         columns = tile.column + lax.iota(jnp.int32, tile.columns) < spec.columns
     return rows, columns
+
+
+def exists(spec: Spec, tile: Tile) -> jax.Array | None:
+    """Which of the tile's elements exist; None where all do."""
+    rows, columns = inside(spec, tile)
+    found = None if rows is None else tile.of_rows(rows)
+    return found if columns is None else _and(found, tile.of_columns(columns))
 
 
 class Scorer:
@@ -163,18 +164,7 @@ class Scorer:
 
     def blocks(self, heads: int = 1, batches: int = 1) -> list[tl.Block]:
         """The operands as a kernel's inputs, for programs of that many heads and members each."""
-        return [self.block(x, heads, batches) for x in self.arrays]
-
-    @staticmethod
-    def block(array: Any, heads: int, batches: int) -> tl.Block:
-        """A rank-4 array that broadcasts over batch and heads."""
-        b, n = array.shape[:2]
-        shape = (1 if b == 1 else batches, 1 if n == 1 else heads, *array.shape[2:])
-
-        def index(_: Any, head: Any, batch: Any) -> tuple[Any, ...]:
-            return (0 if b == 1 else batch, 0 if n == 1 else head, 0, 0)
-
-        return tl.Block(array, shape, index)
+        return [tl.broadcast_block(x, heads, batches) for x in self.arrays]
 
     def scaled(self, gradient: Parts) -> Parts:
         """dQ or dK, with the scale that the unit holds."""
@@ -232,7 +222,7 @@ class Reader:
     def score(self, products: jax.Array, tile: Tile, masked: bool) -> Scored:
         shapes, scale = self.spec.shapes, self.scale(tile)
         raw = products if scale is None else products * scale
-        keep = self._exists(tile) if masked else None
+        keep = exists(self.spec, tile) if masked else None
         if shapes.bias is not None:
             bias = self.load("bias", tile)
             bias = jnp.broadcast_to(bias, tile.shape).astype(jnp.float32)
@@ -249,11 +239,6 @@ class Reader:
         if keep is not None:
             scores = jnp.where(keep, scores, -jnp.inf)
         return Scored(scores, raw, products, keep)
-
-    def _exists(self, tile: Tile) -> jax.Array | None:
-        rows, columns = inside(self.spec, tile)
-        exists = None if rows is None else tile.of_rows(rows)
-        return exists if columns is None else _and(exists, tile.of_columns(columns))
 
     def drop(self, tile: Tile, *tiles: jax.Array) -> tuple[jax.Array, ...]:
         """Dropout on tiles of weights: each is 0 or divided by 1 − rate."""

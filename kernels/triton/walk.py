@@ -12,10 +12,11 @@ import numpy as np
 from jax import lax
 
 from flashjax.kernels.triton import language as tl
+from flashjax.kernels.triton.replay import lowerable
 from flashjax.kernels.visits import Visits, count_of, parted, tile_at, visits
 from flashjax.masks import Blocks, Mask, schedule
 from flashjax.masks.bounds import Axis
-from flashjax.masks.schedule import disjoint, tile_ranges
+from flashjax.masks.schedule import tile_ranges
 from flashjax.spec import Spec
 
 
@@ -66,18 +67,8 @@ class Walker:
         if self._visits is None:
             return []
 
-        def block(array: jax.Array) -> tl.Block:
-            b, n = array.shape[:2]
-            shape = (None, 1 if n == 1 else heads, *array.shape[2:])
-
-            def index(_: Any, head: Any, batch: Any) -> tuple[Any, ...]:
-                rest = (0,) * (array.ndim - 2)
-                return (0 if b == 1 else batch, 0 if n == 1 else head, *rest)
-
-            return tl.Block(array, shape, index)
-
         arrays = [self._visits.ranges, self._visits.tiles]
-        return [block(x) for x in arrays if x is not None]
+        return [tl.broadcast_block(x, heads, 1) for x in arrays if x is not None]
 
     def block(self, program: Any) -> Any:
         """The block that a program takes, such that under Causal the longest walks come first."""
@@ -113,14 +104,14 @@ class Walker:
         row = block if array.shape[2] != 1 else 0
 
         def read(i: int) -> tuple[Any, Any]:
-            return tl.load(refs[0], (h, row, i, 0)), tl.load(refs[0], (h, row, i, 1))
+            return tl.load(refs[0], (0, h, row, i, 0)), tl.load(refs[0], (0, h, row, i, 1))
 
         ranges = [read(i) for i in range(array.shape[3])]
         n = self._visits.partial
         if listed is None:
             return ranges[:n], ranges[n:], lambda i: i
         listed_row = block if listed.shape[2] != 1 else 0
-        return ranges[:n], ranges[n:], lambda i: tl.load(refs[1], (h, listed_row, i))
+        return ranges[:n], ranges[n:], lambda i: tl.load(refs[1], (0, h, listed_row, i))
 
     def _found(self, block: Any) -> tuple[Any, Any]:
         if self.mask is None:
@@ -130,8 +121,12 @@ class Walker:
             count = jnp.where(block >= 0, np.int32(self.other.count), np.int32(0))
             partial = [(whole, count)] if whole < self.other.count else []
             return partial, [(0, whole)] if whole else []
-        own: Any = OneBlock(self.own.length, self.own.size, block)
-        bounds = self.mask.bounds(own, self.other.length, self.axis)
-        assert bounds is not None
-        visit, full = tile_ranges(bounds, self.other)
-        return parted(visit, disjoint(full), masked=self._masked)
+        mask = self.mask
+
+        def found(block: Any) -> Any:
+            own: Any = OneBlock(self.own.length, self.own.size, block)
+            bounds = mask.bounds(own, self.other.length, self.axis)
+            assert bounds is not None
+            return parted(*tile_ranges(bounds, self.other), masked=self._masked)
+
+        return lowerable(found)(block)

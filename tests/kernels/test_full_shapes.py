@@ -16,7 +16,7 @@ from flashjax.kernels.triton import BACKEND
 from flashjax.kernels.triton import backend as triton_backend
 from flashjax.plan import current_device
 from tests import oracle
-from tests.features import build
+from tests.features import build, grid
 from tests.inputs import (
     BF16,
     F16,
@@ -37,10 +37,6 @@ from tests.oracle import Array
 pytestmark = pytest.mark.gpu
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 Keep = Callable[[int], Array]  # (T, S) of one batch member
-
-
-def grid(shape: Shape) -> tuple[Array, Array]:
-    return np.arange(shape.T)[:, None], np.arange(shape.S)[None, :]
 
 
 def check_some(
