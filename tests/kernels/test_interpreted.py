@@ -3,12 +3,25 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashjax import plan
 from tests.features import build
-from tests.inputs import BF16, F16, F32, INTERPRETED, Shape, check, interpreted, small_tiles
-from tests.test_features import ALONE, made
+from tests.inputs import (
+    BF16,
+    F16,
+    F32,
+    INTERPRETED,
+    Shape,
+    check,
+    interpreted,
+    run,
+    same_bits,
+    small_tiles,
+    step_of,
+)
+from tests.test_features import ALONE, made, with_hidden
 
 # Among them every kind of mask and of operand, each head dim's form (one power of two, two,
 # a part of one), grouped heads, ragged ends, and each pass of the backward.
@@ -42,6 +55,18 @@ def test_features_together_over_many_tiles(name: str, monkeypatch: pytest.Monkey
     small_tiles(monkeypatch, 16, 32)
     names, shape, dtype = TOGETHER[name]
     check(INTERPRETED, build(shape, names, dtype))
+
+
+def test_what_is_hidden_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits with NaN in rows and columns that take no part."""
+    small_tiles(monkeypatch, 16, 32)
+    # Of the first member 18 rows and 15 columns take part: tiles are cut in both directions.
+    clean = build(Shape(2, 34, 40, 2, 1, 16, 16), ("lengths",), seed=1)
+    step = step_of(INTERPRETED, clean)
+    expected = run(INTERPRETED, clean, step)
+    clean.judge.hold(expected)
+    for name, x in run(INTERPRETED, with_hidden(clean, np.nan), step).items():
+        assert same_bits(x, expected[name]), name
 
 
 @pytest.mark.slow
