@@ -7,6 +7,7 @@ gives the same bits.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.bias import bias_gradient
 from flashjax.kernels.triton.config import BackwardConfig, ForwardConfig
-from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, product, weighted
+from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, guarded, product, weighted
 from flashjax.kernels.triton.sums import Sum, in_structure, summed, sums
 from flashjax.kernels.triton.tile import Scorer, Tile
 from flashjax.kernels.triton.walk import Walker
@@ -76,17 +77,17 @@ def query_gradient(
     vector = Rows(Aval(spec.lse.shape, jnp.float32), place)
     own, path = scorer.blocks(), walker.blocks()
 
-    def kernel(*refs: Any) -> None:
+    def kernel(position: Any, *refs: Any) -> None:
         q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest = refs
         operand_refs, rest = rest[: len(own)], rest[len(own) :]
         walk_refs, (dq_ref, *sum_refs) = rest[: len(path)], rest[len(path) :]
-        block = walker.block(tl.program(0))
+        block = walker.block(position[0])
         start = block * rows.size
         reader = scorer.at(operand_refs)
         q, do = query.load(q_ref, start, rows), d_out.load(do_ref, start, rows)
         row_lse, row_delta = lse.load(lse_ref, start, rows), delta.load(delta_ref, start, rows)
 
-        def take(masked: bool) -> Any:
+        def take(masked: bool, guard: bool) -> Any:
             def body(j: jax.Array, carry: Any) -> Any:
                 dq, vectors = carry
                 tile = Tile(start, j * columns.size, rows.size, columns.size)
@@ -95,7 +96,8 @@ def query_gradient(
                 scored = reader.score(product(q, k, precision), tile, masked)
                 d_p = product(do, v, precision)
                 pulled = reader.back(scored, row_lse, row_delta, d_p, tile)
-                k = k.only(reader.columns_seen(scored.keep, tile))
+                if guard:
+                    k = k.only(reader.columns_seen(scored.keep, tile))
                 vectors = tuple(
                     v + x.of(scored, pulled).sum(tile.column_axis)
                     for v, x in zip(vectors, extra, strict=True)
@@ -106,7 +108,12 @@ def query_gradient(
 
         zeros = tuple(jnp.zeros(rows.size, jnp.float32) for _ in extra)
         carry = (Parts.zeros(rows.size, spec.head_dim), zeros)
-        dq, vectors = walker.run(walk_refs, 0, block, take, carry)
+
+        def walk(guard: bool) -> Any:
+            body = functools.partial(take, guard=guard)
+            return walker.run(walk_refs, 0, block, body, carry, guard=guard)
+
+        dq, vectors = guarded(walk, lambda found: found[0], scorer.guards_columns)
         query.store(dq_ref, start, rows, scorer.scaled(dq))
         for ref, found in zip(sum_refs, vectors, strict=True):
             vector.store(ref, start, rows, found)
@@ -115,7 +122,7 @@ def query_gradient(
     return tl.launch(
         kernel,
         "flashjax_backward_query",
-        (rows.count, spec.heads, spec.batch),
+        tl.Grid(rows.count, spec.heads, spec.batch),
         [x.block for x in (query, key, value, d_out, lse, delta)] + own + path,
         [out.block] + [vector.block] * len(extra),
         warps=config.warps,
@@ -149,15 +156,15 @@ def key_gradient(
     vector = Rows(Aval((spec.batch, spec.heads, spec.columns), jnp.float32), place, group)
     own, path = scorer.blocks(group), walker.blocks(group)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(position: Any, *refs: Any) -> None:
         q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest = refs
         operand_refs, rest = rest[: len(own)], rest[len(own) :]
         walk_refs, (dk_ref, dv_ref, *sum_refs) = rest[: len(path)], rest[len(path) :]
-        block = walker.block(tl.program(0))
+        block = walker.block(position[0])
         start = block * columns.size
         k, v = key.load(k_ref, start, columns), value.load(v_ref, start, columns)
 
-        def head(g: Any, carry: Any) -> Any:
+        def head(g: Any, carry: Any, guard: bool) -> Any:
             reader, at = scorer.at(operand_refs, (0, g)), (0, g)
 
             def take(masked: bool) -> Any:
@@ -171,9 +178,11 @@ def key_gradient(
                     scored = reader.score(product(k, q, precision), tile, masked)
                     d_p = product(v, do, precision)
                     pulled = reader.back(scored, row_lse, row_delta, d_p, tile)
-                    seen = reader.rows_seen(scored.keep, tile)
-                    dv = dv + weighted(pulled.weights, do.only(seen), precision)
-                    dk = dk + weighted(pulled.products, q.only(seen), precision)
+                    if guard:
+                        seen = reader.rows_seen(scored.keep, tile)
+                        do, q = do.only(seen), q.only(seen)
+                    dv = dv + weighted(pulled.weights, do, precision)
+                    dk = dk + weighted(pulled.products, q, precision)
                     vectors = tuple(
                         v + x.of(scored, pulled).sum(tile.row_axis)
                         for v, x in zip(vectors, extra, strict=True)
@@ -183,16 +192,20 @@ def key_gradient(
                 return body
 
             zeros = tuple(jnp.zeros(columns.size, jnp.float32) for _ in extra)
-            *carry, vectors = walker.run(walk_refs, g, block, take, (*carry, zeros))
+            *carry, vectors = walker.run(walk_refs, g, block, take, (*carry, zeros), guard=guard)
             for ref, found in zip(sum_refs, vectors, strict=True):
                 vector.store(ref, start, columns, found, at)
             return tuple(carry)
 
         carry = tuple(Parts.zeros(columns.size, dim) for dim in (spec.head_dim, spec.value_dim))
-        if group == 1:
-            dk, dv = head(0, carry)
-        else:
-            dk, dv = lax.fori_loop(jnp.int32(0), jnp.int32(group), head, carry)
+
+        def walk(guard: bool) -> Any:
+            body = functools.partial(head, guard=guard)
+            if group == 1:
+                return body(0, carry)
+            return lax.fori_loop(jnp.int32(0), jnp.int32(group), body, carry)
+
+        dk, dv = guarded(walk, tuple, scorer.guards_rows)
         key.store(dk_ref, start, columns, scorer.scaled(dk))
         value.store(dv_ref, start, columns, dv)
 
@@ -200,7 +213,7 @@ def key_gradient(
     return tl.launch(
         kernel,
         "flashjax_backward_key",
-        (columns.count, spec.key_heads, spec.batch),
+        tl.Grid(columns.count, spec.key_heads, spec.batch),
         [x.block for x in (query, key, value, d_out, lse, delta)] + own + path,
         [x.block for x in outs] + [vector.block] * len(extra),
         warps=config.warps,

@@ -58,12 +58,12 @@ def bias_gradient(
     row_lse, row_delta = (Rows(x, of_query, heads, batches) for x in (lse, delta))
     own = scorer.blocks(heads, batches)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(position: Any, *refs: Any) -> None:
         q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest = refs
         operand_refs, (*seen_refs, d_bias_ref) = rest[: len(own)], rest[len(own) :]
         count = jnp.int32(columns.count)
-        i, j = lax.div(tl.program(0), count), lax.rem(tl.program(0), count)
-        first_head = tl.program(1) * heads
+        i, j = lax.div(position[0], count), lax.rem(position[0], count)
+        first_head = position[1] * heads
         tile = Tile(i * rows.size, j * columns.size, rows.size, columns.size)
 
         def one(index: Any, total: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ def bias_gradient(
     (found,) = tl.launch(
         kernel,
         "flashjax_backward_bias",
-        (rows.count * columns.count, own_heads, own_batch),
+        tl.Grid(rows.count * columns.count, own_heads, own_batch),
         [*blocks, *own, *seen],
         [tl.broadcast_block(bias, 1, 1)],
         warps=config.warps,

@@ -6,6 +6,7 @@ divides once at the end.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from flashjax.kernels import softmax
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.config import ForwardConfig
-from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, product, scaled_sum
+from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, guarded, product, scaled_sum
 from flashjax.kernels.triton.tile import Scorer, Tile
 from flashjax.kernels.triton.walk import Walker
 from flashjax.masks import Blocks
@@ -40,22 +41,23 @@ def forward(
     own = scorer.blocks()
     path = walker.blocks()
 
-    def kernel(*refs: Any) -> None:
+    def kernel(position: Any, *refs: Any) -> None:
         q_ref, k_ref, v_ref, *rest = refs
         operand_refs, walk_refs = rest[: len(own)], rest[len(own) : -2]
         out_ref, lse_ref = rest[-2:]
-        block = walker.block(tl.program(0))
+        block = walker.block(position[0])
         reader = scorer.at(operand_refs)
         q = query.load(q_ref, block * rows.size, rows)
 
-        def take(masked: bool) -> Any:
+        def take(masked: bool, guard: bool) -> Any:
             def body(j: jax.Array, carry: Any) -> Any:
                 running, acc = carry
                 tile = Tile(block * rows.size, j * columns.size, rows.size, columns.size)
                 k = key.load(k_ref, tile.column, columns, masked)
                 v = value.load(v_ref, tile.column, columns, masked)
                 scored = reader.score(product(q, k, precision), tile, masked)
-                v = v.only(reader.columns_seen(scored.keep, tile))
+                if guard:
+                    v = v.only(reader.columns_seen(scored.keep, tile))
                 running, alpha, p = softmax.update_base2(
                     running, scored.scores, scorer.unit, scorer.exp2
                 )
@@ -68,7 +70,12 @@ def forward(
             softmax.start((rows.size,), jnp.dtype(jnp.float32)),
             Parts.zeros(rows.size, spec.value_dim),
         )
-        (m, l), acc = walker.run(walk_refs, 0, block, take, carry)
+
+        def walk(guard: bool) -> Any:
+            body = functools.partial(take, guard=guard)
+            return walker.run(walk_refs, 0, block, body, carry, guard=guard)
+
+        (m, l), acc = guarded(walk, lambda found: found[1], scorer.guards_columns)
         sink = None
         if operands.sinks is not None:
             tile = Tile(0, 0, rows.size, columns.size)
@@ -80,7 +87,7 @@ def forward(
     found = tl.launch(
         kernel,
         "flashjax_forward",
-        (rows.count, spec.heads, spec.batch),
+        tl.Grid(rows.count, spec.heads, spec.batch),
         [query.block, key.block, value.block, *own, *path],
         [out.block, lse.block],
         warps=config.warps,

@@ -9,10 +9,11 @@ runners put the filters back in between.
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,23 @@ LEAST = 16  # Triton's products want at least 16 in every dimension
 IndexMap = Callable[..., tuple[Any, ...]]
 
 
+class Grid(NamedTuple):
+    """A program for each block of each head of each batch member, in this order.
+
+    In one dimension, since CUDA's second and third end at 65535 programs.
+    """
+
+    blocks: int
+    heads: int
+    batches: int
+
+    def place(self, program: Any) -> tuple[Any, Any, Any]:
+        """Block, head and batch member of a program."""
+        blocks, heads = jnp.int32(self.blocks), jnp.int32(self.heads)
+        member = lax.div(program, blocks)
+        return lax.rem(program, blocks), lax.rem(member, heads), lax.div(member, heads)
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
     """One array of a kernel and the block of it that a program sees; None takes one index away.
@@ -40,9 +58,8 @@ class Block:
     shape: tuple[int | None, ...]
     index: IndexMap
 
-    @property
-    def spec(self) -> pl.BlockSpec:
-        return pl.BlockSpec(self.shape, self.index)
+    def spec(self, grid: Grid) -> pl.BlockSpec:
+        return pl.BlockSpec(self.shape, lambda program: self.index(*grid.place(program)))
 
 
 def broadcast_block(array: Any, heads: int, batches: int) -> Block:
@@ -66,7 +83,7 @@ def silence() -> None:
 def launch(
     kernel: Callable[..., None],
     name: str,
-    grid: tuple[int, int, int],
+    grid: Grid,
     inputs: Sequence[Block],
     outputs: Sequence[Block],
     *,
@@ -75,26 +92,22 @@ def launch(
     axes: frozenset[str],
     interpret: bool,
 ) -> list[jax.Array]:
-    """Runs ``kernel(*input refs, *output refs)`` over the grid, its first dim running fastest."""
+    """Runs ``kernel(position, *input refs, *output refs)`` on a grid: see :meth:`Grid.place`."""
     silence()
     varying: dict[str, Any] = {"manual_axis_type": ManualAxisType(varying=axes)} if axes else {}
     shapes = [jax.ShapeDtypeStruct(out.array.shape, out.array.dtype, **varying) for out in outputs]
     call = pl.pallas_call(
-        kernel,
+        lambda *refs: kernel(grid.place(pl.program_id(0)), *refs),
         out_shape=shapes,
-        grid=grid,
-        in_specs=[x.spec for x in inputs],
-        out_specs=[x.spec for x in outputs],
+        grid=(math.prod(grid),),
+        in_specs=[x.spec(grid) for x in inputs],
+        out_specs=[x.spec(grid) for x in outputs],
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=name,
     )
     found: list[jax.Array] = call(*cast_varying([x.array for x in inputs], axes))
     return found
-
-
-def program(axis: int) -> jax.Array:
-    return pl.program_id(axis)
 
 
 def load(ref: Any, index: tuple[Any, ...], mask: jax.Array | None = None) -> jax.Array:

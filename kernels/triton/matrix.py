@@ -72,6 +72,20 @@ def scaled_sum(acc: Parts, alpha: jax.Array, p: jax.Array, v: Parts, precision: 
     return acc.times(alpha) + weighted(p, v, precision)
 
 
+def guarded(walk: Callable[[bool], Any], sums: Callable[[Any], Any], needed: bool) -> Any:
+    """``walk(False)``, and ``walk(True)`` in its place if any of its sums came out NaN.
+
+    What no row sees may be NaN or inf, and 0 · NaN is NaN. Setting it to 0 takes registers that
+    the walk has not got, so that is done only where it shows.
+    """
+    found = walk(False)
+    if not needed:
+        return found
+    rows = functools.reduce(jnp.add, (part.sum(1) for part in jax.tree.leaves(sums(found))))
+    spoilt = jnp.where(rows == rows, jnp.int32(0), jnp.int32(1)).max(0) > 0
+    return lax.cond(spoilt, lambda: walk(True), lambda: found)
+
+
 @dataclasses.dataclass(frozen=True)
 class Matrix:
     """A (B, positions, heads, D) array in a kernel.

@@ -81,10 +81,16 @@ class Walker:
         block: Any,
         take: Callable[[bool], Callable[[jax.Array, Any], Any]],
         carry: Any,
+        *,
+        guard: bool,
     ) -> Any:
-        """``take(masked)(tile, carry)`` over all tiles, those that need an element mask first."""
+        """``take(masked)(tile, carry)`` over all tiles, those that need an element mask first.
+
+        With `guard` all are taken as masked, in the same order.
+        """
         partial, full, tile = self._of(refs, head, block)
-        for masked, ranges in ((True, partial), (False, full)):
+        loops = [(True, [*partial, *full])] if guard else [(True, partial), (False, full)]
+        for masked, ranges in loops:
             if ranges:
                 body = take(masked)
                 carry = lax.fori_loop(

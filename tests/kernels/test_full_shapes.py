@@ -201,3 +201,12 @@ def test_no_launch_fails_where_shared_memory_is_small() -> None:
             x = jax.ShapeDtypeStruct((1, 512, 2, width), dtype)
             found = flashjax.explain(x, x, x, is_causal=True, device=device)
             assert found.implementation in ("triton", "xla")
+
+
+@each
+def test_more_members_than_a_grid_dimension_holds(implementation: Any) -> None:
+    """As windows of images or examples under vmap come: 70000 of them."""
+    shape = Shape(70_000, 16, 16, 1, 1, 16, 16)
+    made = case(shape, BF16, 3, arguments={"is_causal": True})
+    row, column = grid(shape)
+    check_some(implementation, made, lambda b: column <= row)
