@@ -179,15 +179,15 @@ def test_a_split_sequence_is_gathered_on_an_auto_mesh_and_refused_on_an_explicit
                 run(split)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_inside_shard_map_with_varying_axes_checked(implementation: str) -> None:
+@pytest.mark.parametrize("inner", ["xla", "reference"])
+def test_inside_shard_map_with_varying_axes_checked(inner: str) -> None:
     operands = {**inputs(4), **EXTRAS["broadcast"][0]}
     specs = {
         **{name: P("data", None, "model") for name in ("query", "key", "value")},
         "bias": P(None, "model"),
         "sinks": P("model"),
     }
-    run = program("broadcast", implementation)
+    run = program("broadcast", inner)
     sharded = jax.jit(
         jax.shard_map(
             run, mesh=mesh_of(AUTO), in_specs=(specs,), out_specs=(P("data", None, "model"), specs)

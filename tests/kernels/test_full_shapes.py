@@ -175,8 +175,8 @@ def test_case_23_the_same_bits_under_load(implementation: Any) -> None:
 @each
 def test_arrays_of_more_than_two_to_the_31_elements(implementation: Any) -> None:
     """The last rows of a window are those of a call on the last rows alone."""
-    if implementation == "reference":
-        pytest.skip("dense: 2²⁰ × 2²⁰ scores")
+    if implementation != "triton":
+        pytest.skip("reference: 2²⁰ × 2²⁰ scores; xla: 48 GiB of float32 sums, beside other tests")
     length, tail = 2**20 + 128, 2048
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(k, (1, length, 8, 256), jnp.bfloat16) for k in keys]
