@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 from flashjax import dot_product_attention, scores
-from flashjax.kernels.triton.config import CAPABILITIES, ForwardConfig
+from flashjax.kernels.triton.config import (
+    CAPABILITIES,
+    SMALLEST,
+    BackwardConfig,
+    ForwardConfig,
+)
 from scripts import aot
 from scripts.deviceless import (
     TARGETS,
@@ -127,6 +132,11 @@ def test_a_fault_is_a_spill_unforeseen_memory_or_an_error() -> None:
     over = aot.fault(one, fine._replace(shared=one.estimate + 8))
     assert over == "8 bytes of shared memory unforeseen"
     assert aot.fault(one, Measured(error="no")) == "no"
+    smallest = aot.Call("9.0", "float32", 256, 256, "causal", 1)
+    key = aot.Program(smallest, "key", BackwardConfig(*SMALLEST, ForwardConfig(*SMALLEST)))
+    most = fine._replace(spilled=aot.SMALLEST_SPILL_LIMIT, shared=0)
+    assert aot.fault(key, most) is None
+    assert aot.fault(key, most._replace(spilled=449)) == "spills 449 bytes"
     assert aot.row(one, fine).split()[-2:] == [str(one.estimate), "0.0"]
 
 
@@ -138,7 +148,7 @@ def test_every_capability_is_a_target_and_all_that_is_offered_is_compiled() -> N
     found = list(aot.programs(aot.arguments(["--only", "9.0", "--dtype", "bfloat16"])))
     calls = {p.call for p in found}
     assert {(c.head_dim, c.value_dim) for c in calls} == {*aot.HEAD_DIMS, *aot.ODD_HEAD_DIMS}
-    assert len(calls) == 10
+    assert len(calls) == 15
     for call in calls:
         for name in aot.PASSES:
             made = [p.config for p in found if (p.call, p.name) == (call, name)]
