@@ -19,6 +19,7 @@ from flashjax.structure import Dims, Place, align, columns_in, describe, flatten
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
+MAX_LENGTH = 2**30 - 1  # positions are int32: see POSITION_LIMIT
 
 
 @jax.tree_util.register_dataclass
@@ -125,6 +126,11 @@ def _check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, 
             raise ValueError(
                 f"{name} has head dim {x.shape[-1]}; wanted 1 to {MAX_HEAD_DIM} "
                 f"(layout {layouts[name]})."
+            )
+        if x.shape[-3] > MAX_LENGTH:
+            raise ValueError(
+                f"{name} has length {x.shape[-3]}; wanted at most {MAX_LENGTH}, since positions "
+                "are int32. Split the sequence, and join the parts with flashjax.merge."
             )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(

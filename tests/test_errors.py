@@ -188,6 +188,13 @@ def test_bad_arguments_are_named(call: Any) -> None:
         holds(error, name, came)
 
 
+def test_a_length_beyond_int32_positions_is_named() -> None:
+    short, long = (jax.ShapeDtypeStruct((1, n, 1, 64), BF16) for n in (8, 2**30))
+    with pytest.raises(ValueError, match=rf"key has length {2**30}; wanted at most") as error:
+        flashjax.explain(short, long, long)
+    holds(error, "key", str(2**30))
+
+
 @pytest.mark.parametrize("term", TERMS, ids=[term[0] for term in TERMS])
 def test_bad_terms_are_named(term: Any) -> None:
     _, make, kind, name, came = term

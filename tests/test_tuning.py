@@ -404,7 +404,22 @@ def test_tune_keeps_what_the_table_had(places: Any, tmp_path: Path) -> None:
     assert kept[Kind.of("triton", "forward", spec_of())]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--only", "tiny-causal", "--group", "tiny"), "--only names workloads and --group"),
+        (("--write", "."), "--write . is a folder"),
+    ],
+)
+def test_what_tune_cannot_do_it_says_before_it_measures(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.tune(options(*words), {"triton": Fake}, GPU, in_turn()) == 1
+    assert said in capsys.readouterr().out
+
+
 def test_groups_are_those_asked_for() -> None:
+    assert [w.name for w in command.workloads(options("--only", "alibi", "alibi"))] == ["alibi"]
     assert command.workloads(options("--group", "tiny")) == list(cases.TINY)
     assert command.workloads(options("--quick")) == list(cases.TARGETS)
     every = command.workloads(options())

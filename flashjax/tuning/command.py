@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def workloads(options: argparse.Namespace) -> list[Workload]:
     if options.only:
-        return [cases.BY_NAME[name] for name in options.only]
+        return [cases.BY_NAME[name] for name in dict.fromkeys(options.only)]
     groups = options.group or (QUICK_GROUPS if options.quick else GROUPS)
     # The same call has another name in another group.
     once: dict[Workload, Workload] = {}
@@ -68,9 +68,15 @@ def tune(
             "with an NVIDIA GPU, where `python -m flashjax doctor` names it."
         )
         return 1
+    if options.only and options.group:
+        print("flashjax tune: --only names workloads and --group groups; give one of them.")
+        return 1
     path = options.write or users_path(device.kind)
     if path is None:
         print("flashjax tune: this user has no home folder. Set XDG_CACHE_HOME, or give --write.")
+        return 1
+    if path.is_dir():
+        print(f"flashjax tune: --write {path} is a folder; give the path of a JSON file.")
         return 1
     timed = timed or (timer(batch_seconds=0.02) if options.quick else timer())
     old, found = read_entries(path, device.kind), list[Measurement]()

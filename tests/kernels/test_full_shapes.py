@@ -29,10 +29,12 @@ from tests.inputs import (
     check,
     pulled,
     qkv,
+    run,
     same_bits,
     step_of,
 )
 from tests.oracle import Array
+from tests.test_features import with_hidden
 
 pytestmark = pytest.mark.gpu
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -210,3 +212,16 @@ def test_more_members_than_a_grid_dimension_holds(implementation: Any) -> None:
     made = case(shape, BF16, 3, arguments={"is_causal": True})
     row, column = grid(shape)
     check_some(implementation, made, lambda b: column <= row)
+
+
+@each
+def test_hidden_nan_changes_nothing_beside_full_tiles(implementation: Any) -> None:
+    """To the bit in the kernels, which then walk a block's tiles a second time."""
+    for names in (("segments",), ("segments", "alibi", "traced_scale")):
+        clean = build(Shape(2, 1000, 1100, 4, 2, 64, 64), names, BF16, seed=5)
+        step = step_of(implementation, clean)
+        expected = run(implementation, clean, step)
+        clean.judge.hold(expected)
+        for name, x in run(implementation, with_hidden(clean, np.nan), step).items():
+            assert implementation != "triton" or same_bits(x, expected[name]), name
+            assert same_bits(np.isnan(x), np.isnan(expected[name])), name
