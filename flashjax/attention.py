@@ -138,7 +138,7 @@ def dot_product_attention(
       dropout_key: a key, typed or raw; needed where the rate is above 0. The pattern depends on
         the key and on (batch, head, row, column) only, not on the implementation or sharding.
       deterministic_backward: the same bits in every run of the backward too (outputs always are).
-        "xla" and "reference" always are.
+        "xla", "triton" and "reference" always are.
       precision: of the products. None follows ``jax_default_matmul_precision`` where that is
         set, else float32 inputs get full float32 accuracy. bf16 and fp16 accumulate in float32.
 

@@ -119,7 +119,7 @@ def explain(
         raise TypeError(
             f"device is {on!r}; wanted a jax.Device or flashjax.Device(platform, kind, capability)."
         )
-    on = on if isinstance(on, Device) else device_of(on)
+    on = device_of(on)
     notes = _notes(spec.shapes.mask)
     if implementation in ("reference", "cudnn"):
         reason = cudnn.refusal(given, on) if implementation == "cudnn" else None

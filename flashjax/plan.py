@@ -32,6 +32,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 # Backends for NVIDIA GPUs: elsewhere they need not be loaded to tell.
 PLATFORMS = {"triton": "cuda"}
+NAMED_PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 UNBUILT = {"mosaic": "the Mosaic GPU kernels are not part of this version of flashjax"}
 
 
@@ -93,7 +94,15 @@ def current_device() -> Device:
     return device_of(default if default is not None else jax.devices()[0])
 
 
-def device_of(device: jax.Device) -> Device:
+def device_of(device: jax.Device | Device) -> Device:
+    """A device as backends see it; JAX says "gpu" where they say "cuda"."""
+    if isinstance(device, Device):
+        if device.platform not in NAMED_PLATFORMS:
+            raise ValueError(
+                f"device has platform {device.platform!r}; wanted one of "
+                f"{', '.join(NAMED_PLATFORMS)}, as in Device('cuda', 'NVIDIA A100', '8.0')."
+            )
+        return _gpu(device.platform, device.kind, device.capability)
     return _gpu(device.platform, device.device_kind, getattr(device, "compute_capability", None))
 
 

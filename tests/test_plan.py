@@ -178,3 +178,11 @@ def test_doctor_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(flashjax, "dot_product_attention", wrong)
     assert doctor.report() == 1
+
+
+def test_a_named_device_is_read_as_jax_names_it() -> None:
+    x = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    found = flashjax.explain(x, x, x, device=flashjax.Device("gpu", "NVIDIA A100", "8.0"))
+    assert found.implementation == "triton"
+    with pytest.raises(ValueError, match=r"device has platform 'NVIDIA A100'; wanted one of cpu"):
+        flashjax.explain(x, x, x, device=flashjax.Device("NVIDIA A100", "NVIDIA A100", "8.0"))
