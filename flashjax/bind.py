@@ -15,11 +15,19 @@ from flashjax import dropout
 from flashjax.masks import Causal, Dense, Lengths, Mask, Segments, Window
 from flashjax.scores import Score, SoftCap
 from flashjax.spec import Operands, Spec, shapes_of
-from flashjax.structure import Dims, Place, align, columns_in, describe, flatten_batch
+from flashjax.structure import (
+    POSITION_LIMIT,
+    Dims,
+    Place,
+    align,
+    columns_in,
+    describe,
+    flatten_batch,
+)
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
-MAX_LENGTH = 2**30 - 1  # positions are int32: see POSITION_LIMIT
+MAX_LENGTH = 2 * POSITION_LIMIT - 1
 
 
 @jax.tree_util.register_dataclass

@@ -135,16 +135,14 @@ def programs(chosen: argparse.Namespace) -> Iterator[Program]:
         TARGETS, DTYPES, (*HEAD_DIMS, *ODD_HEAD_DIMS), MASKS, PASSES
     ):
         common = (capability, dtype) == ("9.0", "bfloat16")
+        masks = chosen.mask or [x for x in MASKS if common or x not in RARE_MASKS]
+        head_dims = chosen.head_dim or [x for x, _ in HEAD_DIMS + ODD_HEAD_DIMS * common]
         if (
             capability in chosen.only
             and dtype in chosen.dtype
-            and (mask in chosen.mask if chosen.mask else common or mask not in RARE_MASKS)
+            and mask in masks
             and name in chosen.passes
-            and (
-                dims[0] in chosen.head_dim
-                if chosen.head_dim
-                else common or dims not in ODD_HEAD_DIMS
-            )
+            and dims[0] in head_dims
         ):
             call = Call(capability, dtype, *dims, mask, chosen.group)
             for made in given or call.offered(name):

@@ -24,7 +24,7 @@ from flashjax.kernels.triton.replay import unknown
 from flashjax.masks import Mask, Predicate
 from flashjax.scores import pulled_back
 from flashjax.spec import Aval, Operands, Spec
-from flashjax.structure import POSITION_LIMIT, At
+from flashjax.structure import At
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,6 @@ class Triton:
         for name, dim in (("query", spec.head_dim), ("value", spec.value_dim)):
             if dim > LARGEST_HEAD_DIM:
                 return f"{name} has head dim {dim}; the kernels take up to {LARGEST_HEAD_DIM}"
-        for name, length in (("query", spec.rows), ("key", spec.columns)):
-            if length >= 2 * POSITION_LIMIT:
-                return f"{name} has {length} positions; the kernels take fewer than 2³⁰"
         reason = _unknown_function(spec)
         if reason is not None:
             return reason

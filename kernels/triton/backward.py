@@ -17,10 +17,10 @@ from jax import lax
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.bias import bias_gradient
 from flashjax.kernels.triton.config import BackwardConfig, ForwardConfig
-from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, guarded, product, weighted
+from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, product, weighted
 from flashjax.kernels.triton.sums import Sum, in_structure, summed, sums
-from flashjax.kernels.triton.tile import Scorer, Tile
-from flashjax.kernels.triton.walk import Walker
+from flashjax.kernels.triton.tile import Scorer, Tile, seen
+from flashjax.kernels.triton.walk import Walker, guarded
 from flashjax.masks import Blocks
 from flashjax.spec import Aval, Operands, Spec
 from flashjax.varying import varying_axes
@@ -97,7 +97,7 @@ def query_gradient(
                 d_p = product(do, v, precision)
                 pulled = reader.back(scored, row_lse, row_delta, d_p, tile)
                 if guard:
-                    k = k.only(reader.columns_seen(scored.keep, tile))
+                    k = k.only(seen(scored, tile.row_axis))
                 vectors = tuple(
                     v + x.of(scored, pulled).sum(tile.column_axis)
                     for v, x in zip(vectors, extra, strict=True)
@@ -110,8 +110,7 @@ def query_gradient(
         carry = (Parts.zeros(rows.size, spec.head_dim), zeros)
 
         def walk(guard: bool) -> Any:
-            body = functools.partial(take, guard=guard)
-            return walker.run(walk_refs, 0, block, body, carry, guard=guard)
+            return walker.run(walk_refs, 0, block, take, carry, guard)
 
         dq, vectors = guarded(walk, lambda found: found[0], scorer.guards_columns)
         query.store(dq_ref, start, rows, scorer.scaled(dq))
@@ -167,7 +166,7 @@ def key_gradient(
         def head(g: Any, carry: Any, guard: bool) -> Any:
             reader, at = scorer.at(operand_refs, (0, g)), (0, g)
 
-            def take(masked: bool) -> Any:
+            def take(masked: bool, guard: bool) -> Any:
                 def body(i: jax.Array, carry: Any) -> Any:
                     dk, dv, vectors = carry
                     tile = Tile(i * rows.size, start, rows.size, columns.size, transposed=True)
@@ -179,8 +178,8 @@ def key_gradient(
                     d_p = product(v, do, precision)
                     pulled = reader.back(scored, row_lse, row_delta, d_p, tile)
                     if guard:
-                        seen = reader.rows_seen(scored.keep, tile)
-                        do, q = do.only(seen), q.only(seen)
+                        kept = seen(scored, tile.column_axis)
+                        do, q = do.only(kept), q.only(kept)
                     dv = dv + weighted(pulled.weights, do, precision)
                     dk = dk + weighted(pulled.products, q, precision)
                     vectors = tuple(
@@ -192,7 +191,7 @@ def key_gradient(
                 return body
 
             zeros = tuple(jnp.zeros(columns.size, jnp.float32) for _ in extra)
-            *carry, vectors = walker.run(walk_refs, g, block, take, (*carry, zeros), guard=guard)
+            *carry, vectors = walker.run(walk_refs, g, block, take, (*carry, zeros), guard)
             for ref, found in zip(sum_refs, vectors, strict=True):
                 vector.store(ref, start, columns, found, at)
             return tuple(carry)

@@ -6,7 +6,6 @@ divides once at the end.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -15,9 +14,9 @@ import jax.numpy as jnp
 from flashjax.kernels import softmax
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.config import ForwardConfig
-from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, guarded, product, scaled_sum
-from flashjax.kernels.triton.tile import Scorer, Tile
-from flashjax.kernels.triton.walk import Walker
+from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, product, scaled_sum
+from flashjax.kernels.triton.tile import Scorer, Tile, seen
+from flashjax.kernels.triton.walk import Walker, guarded
 from flashjax.masks import Blocks
 from flashjax.spec import Operands, Spec
 from flashjax.varying import varying_axes
@@ -57,7 +56,7 @@ def forward(
                 v = value.load(v_ref, tile.column, columns, masked)
                 scored = reader.score(product(q, k, precision), tile, masked)
                 if guard:
-                    v = v.only(reader.columns_seen(scored.keep, tile))
+                    v = v.only(seen(scored, tile.row_axis))
                 running, alpha, p = softmax.update_base2(
                     running, scored.scores, scorer.unit, scorer.exp2
                 )
@@ -72,8 +71,7 @@ def forward(
         )
 
         def walk(guard: bool) -> Any:
-            body = functools.partial(take, guard=guard)
-            return walker.run(walk_refs, 0, block, body, carry, guard=guard)
+            return walker.run(walk_refs, 0, block, take, carry, guard)
 
         (m, l), acc = guarded(walk, lambda found: found[1], scorer.guards_columns)
         sink = None

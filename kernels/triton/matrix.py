@@ -30,10 +30,8 @@ class Parts:
     def zeros(positions: int, dim: int) -> Parts:
         return Parts(tuple(jnp.zeros((positions, part), jnp.float32) for part in tl.parts_of(dim)))
 
-    def only(self, positions: jax.Array | None) -> Parts:
+    def only(self, positions: jax.Array) -> Parts:
         """The block with 0 in every other position."""
-        if positions is None:
-            return self
         return self.map(lambda x: jnp.where(_along(positions, x), x, jnp.zeros((), x.dtype)))
 
     def times(self, factor: jax.Array) -> Parts:
@@ -70,20 +68,6 @@ def weighted(weights: jax.Array, x: Parts, precision: Any) -> Parts:
 
 def scaled_sum(acc: Parts, alpha: jax.Array, p: jax.Array, v: Parts, precision: Any) -> Parts:
     return acc.times(alpha) + weighted(p, v, precision)
-
-
-def guarded(walk: Callable[[bool], Any], sums: Callable[[Any], Any], needed: bool) -> Any:
-    """``walk(False)``, and ``walk(True)`` in its place if any of its sums came out NaN.
-
-    What no row sees may be NaN or inf, and 0 · NaN is NaN. Setting it to 0 takes registers that
-    the walk has not got, so that is done only where it shows.
-    """
-    found = walk(False)
-    if not needed:
-        return found
-    rows = functools.reduce(jnp.add, (part.sum(1) for part in jax.tree.leaves(sums(found))))
-    spoilt = jnp.where(rows == rows, jnp.int32(0), jnp.int32(1)).max(0) > 0
-    return lax.cond(spoilt, lambda: walk(True), lambda: found)
 
 
 @dataclasses.dataclass(frozen=True)

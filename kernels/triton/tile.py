@@ -249,17 +249,6 @@ class Reader:
         stays = dropout.keep(self.load("seed", tile), row, column, rate)
         return tuple(jnp.where(stays, x * (1 / (1 - rate)), 0.0) for x in tiles)
 
-    def rows_seen(self, keep: jax.Array | None, tile: Tile) -> jax.Array | None:
-        """Which rows of the tile see any column; None where what they hold need not be checked."""
-        if keep is None or not self.scorer.guards_rows:
-            return None
-        return jnp.where(keep, jnp.int32(1), jnp.int32(0)).max(tile.column_axis) > 0
-
-    def columns_seen(self, keep: jax.Array | None, tile: Tile) -> jax.Array | None:
-        if keep is None or not self.scorer.guards_columns:
-            return None
-        return jnp.where(keep, jnp.int32(1), jnp.int32(0)).max(tile.row_axis) > 0
-
     def pull(
         self, scored: Scored, d_scores: jax.Array, tile: Tile
     ) -> tuple[jax.Array, list[jax.Array]]:
@@ -295,6 +284,12 @@ class Reader:
         d_raw, d_leaves = self.pull(scored, d_scores, tile)
         scale = self.scale(tile)
         return Pulled(dropped, d_raw, d_raw if scale is None else d_raw * scale, d_leaves)
+
+
+def seen(scored: Scored, along: int) -> jax.Array:
+    """Which rows or columns of a masked tile have an element that takes part, looking `along`."""
+    assert scored.keep is not None
+    return jnp.where(scored.keep, jnp.int32(1), jnp.int32(0)).max(along) > 0
 
 
 def hidden(x: jax.Array, keep: jax.Array | None) -> jax.Array:

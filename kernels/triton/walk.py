@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,12 +80,11 @@ class Walker:
         refs: Any,
         head: Any,
         block: Any,
-        take: Callable[[bool], Callable[[jax.Array, Any], Any]],
+        take: Callable[[bool, bool], Callable[[jax.Array, Any], Any]],
         carry: Any,
-        *,
         guard: bool,
     ) -> Any:
-        """``take(masked)(tile, carry)`` over all tiles, those that need an element mask first.
+        """``take(masked, guard)(tile, carry)`` over all tiles, PARTIAL ones first.
 
         With `guard` all are taken as masked, in the same order.
         """
@@ -92,7 +92,7 @@ class Walker:
         loops = [(True, [*partial, *full])] if guard else [(True, partial), (False, full)]
         for masked, ranges in loops:
             if ranges:
-                body = take(masked)
+                body = take(masked, guard)
                 carry = lax.fori_loop(
                     jnp.int32(0),
                     jnp.int32(count_of(ranges)),
@@ -136,3 +136,17 @@ class Walker:
             return parted(*tile_ranges(bounds, self.other), masked=self._masked)
 
         return lowerable(found)(block)
+
+
+def guarded(walk: Callable[[bool], Any], sums: Callable[[Any], Any], needed: bool) -> Any:
+    """``walk(False)``, and ``walk(True)`` in its place if any of its sums came out NaN.
+
+    What no row sees may be NaN or inf, and 0 · NaN is NaN. Setting it to 0 takes registers that
+    the walk has not got, so that is done only where it shows.
+    """
+    found = walk(False)
+    if not needed:
+        return found
+    rows = functools.reduce(jnp.add, (part.sum(1) for part in jax.tree.leaves(sums(found))))
+    spoilt = jnp.where(rows == rows, jnp.int32(0), jnp.int32(1)).max(0) > 0
+    return lax.cond(spoilt, lambda: walk(True), lambda: found)
