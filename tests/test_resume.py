@@ -84,6 +84,14 @@ def _configure(options: dict[str, Any]) -> None:
     compilation_cache.reset_cache()
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell's background jobs inherit an ignored SIGINT; runs here are interrupted by one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
