@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     flags = parser.parse_args(argv)
+    if not flags.page.is_file():
+        parser.error(f"--page: no file {flags.page}")
     text = flags.page.read_text()
     flags.page.write_text(filled(text, flags.results, flags.page.parent))
     print(f"wrote {flags.page}")
