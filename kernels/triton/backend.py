@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from flashjax.backend import Config, Device, OtherDevice
+from flashjax.kernels.functions import unknown_function
 from flashjax.kernels.triton.backward import Given, backward
 from flashjax.kernels.triton.config import (
     CAPABILITIES,
@@ -20,11 +19,8 @@ from flashjax.kernels.triton.config import (
     forward_configs,
 )
 from flashjax.kernels.triton.forward import forward
-from flashjax.kernels.triton.replay import unknown
-from flashjax.masks import Mask, Predicate
-from flashjax.scores import pulled_back
-from flashjax.spec import Aval, Operands, Spec
-from flashjax.structure import At
+from flashjax.kernels.triton.replay import TRITON
+from flashjax.spec import Operands, Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Triton:
     def platform(self) -> str | None:
         return None if self.interpret else "cuda"
 
-    def unsupported(self, spec: Spec, device: Device) -> str | None:
+    def unsupported(self, spec: Spec, device: Device, *, backward: bool = False) -> str | None:
         if not self.interpret:
             reason = _wrong_device(device)
             if reason is not None:
@@ -48,7 +44,7 @@ class Triton:
         for name, dim in (("query", spec.head_dim), ("value", spec.value_dim)):
             if dim > LARGEST_HEAD_DIM:
                 return f"{name} has head dim {dim}; the kernels take up to {LARGEST_HEAD_DIM}"
-        reason = _unknown_function(spec)
+        reason = unknown_function(spec, TRITON, backward=True)
         if reason is not None:
             return reason
         if not self.configs(spec, device) or not self.configs(spec, device, backward=True):
@@ -95,36 +91,3 @@ def _wrong_device(device: Device) -> str | None:
             f"device has {device.capability}"
         )
     return None
-
-
-def _unknown_function(spec: Spec) -> str | None:
-    """A user's function with a primitive that the kernels lack, in words."""
-    tile: Any = Aval((16, 16), jnp.int32)
-    at = At(tile, tile, tile, tile)
-    for term in _terms(spec.shapes.mask):
-        if isinstance(term, Predicate):
-            name = unknown(lambda term, at: term.keep(at), _on_tile(term), at)
-            if name is not None:
-                return f"mask={term} uses {name}, which the Triton lowering does not have"
-    score = spec.shapes.score
-    if score is not None:
-        values = Aval((16, 16), jnp.float32)
-        name = unknown(lambda score, s, at: score.apply(s, at), _on_tile(score), values, at)
-        name = name or unknown(
-            lambda score, s, at: pulled_back(score, s, at, s), _on_tile(score), values, at
-        )
-        if name is not None:
-            return f"score_mod={score} uses {name}, which the Triton lowering does not have"
-    return None
-
-
-def _on_tile(structure: Any) -> Any:
-    return jax.tree.map(lambda x: Aval((16, 16), x.dtype), structure)
-
-
-def _terms(mask: Mask | None) -> Iterator[Mask]:
-    waiting = [] if mask is None else [mask]
-    while waiting:
-        term = waiting.pop()
-        waiting += getattr(term, "parts", ())
-        yield term

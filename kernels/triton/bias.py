@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.kernels.tile import Tile, exists
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.config import ForwardConfig
 from flashjax.kernels.triton.matrix import Matrix, Rows, product
-from flashjax.kernels.triton.tile import Scorer, Tile, exists
+from flashjax.kernels.triton.tile import Scorer
 from flashjax.masks import EMPTY, Blocks
 from flashjax.spec import Aval, Operands, Spec
 from flashjax.varying import varying_axes

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from flashjax.kernels import softmax
+from flashjax.kernels.tile import Tile, seen
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.config import ForwardConfig
 from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, product, scaled_sum
-from flashjax.kernels.triton.tile import Scorer, Tile, seen
+from flashjax.kernels.triton.tile import Scorer
 from flashjax.kernels.triton.walk import Walker, guarded
 from flashjax.masks import Blocks
 from flashjax.spec import Operands, Spec

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from flashjax.kernels.triton.tile import Pulled, Scored, hidden
+from flashjax.kernels.tile import Pulled, Scored, hidden
 from flashjax.spec import Spec
 
 Kind = Literal["rows", "columns", "tile"]

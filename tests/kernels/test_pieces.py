@@ -16,7 +16,7 @@ from flashjax.backend import Device
 from flashjax.bind import Arguments, bind
 from flashjax.kernels.triton import BACKEND, config
 from flashjax.kernels.triton.language import parts_of
-from flashjax.kernels.triton.replay import RULES, lowerable, unknown
+from flashjax.kernels.triton.replay import TRITON
 from scripts.deviceless import abstract_mesh
 
 X = np.concatenate([np.linspace(-5, 5, 4001), [0.5, 1.5, 2.5, -0.5, -1.5, 0.49999997]])
@@ -45,10 +45,10 @@ def by_numbers(x: Any) -> Any:
     ids=["even", "away", "select", "numbers", "erf", "erf's derivative"],
 )
 def test_replayed_functions_give_the_same(fn: Any, ulps: int) -> None:
-    found, expected = np.asarray(lowerable(fn)(X)), np.asarray(fn(X))
+    found, expected = np.asarray(TRITON.lowerable(fn)(X)), np.asarray(fn(X))
     np.testing.assert_allclose(found, expected, rtol=ulps * 2**-23, atol=0)
-    assert unknown(lowerable(fn), X) in (None, "reduce_sum")
-    names = str(jax.make_jaxpr(lowerable(fn))(X))
+    assert TRITON.unknown(TRITON.lowerable(fn), X) in (None, "reduce_sum")
+    names = str(jax.make_jaxpr(TRITON.lowerable(fn))(X))
     assert not any(f" {name}" in names for name in ("erf", "round", "polynomial"))
 
 
@@ -68,7 +68,7 @@ NARROW: dict[str, Any] = {
 @pytest.mark.parametrize("name", NARROW)
 def test_functions_of_16_bit_arrays_run_in_float32(name: str, dtype: Any) -> None:
     fn, x = NARROW[name], jnp.asarray(X, dtype)
-    found = lowerable(fn)(x)
+    found = TRITON.lowerable(fn)(x)
     assert found.dtype == dtype
     wanted = np.asarray(fn(jnp.asarray(x, jnp.float32)))
     # A function of several steps rounds after each: at most four halves of an ulp of what went in.
@@ -78,21 +78,21 @@ def test_functions_of_16_bit_arrays_run_in_float32(name: str, dtype: Any) -> Non
 
 def test_a_remainder_replays_numbers_that_reach_an_inner_function() -> None:
     i = np.arange(-20, 20, dtype=np.int32)
-    np.testing.assert_array_equal(lowerable(lambda x: jnp.fmod(x, 5))(i), np.fmod(i, 5))
+    np.testing.assert_array_equal(TRITON.lowerable(lambda x: jnp.fmod(x, 5))(i), np.fmod(i, 5))
     bools = np.array([True, False, True])
-    np.testing.assert_array_equal(lowerable(jnp.maximum)(bools, ~bools), [True] * 3)
+    np.testing.assert_array_equal(TRITON.lowerable(jnp.maximum)(bools, ~bools), [True] * 3)
 
 
 def test_erf_is_right() -> None:
     expected = np.array([math.erf(float(x)) for x in X])
-    found = np.asarray(lowerable(jax.lax.erf)(X))
+    found = np.asarray(TRITON.lowerable(jax.lax.erf)(X))
     np.testing.assert_allclose(found, expected, rtol=4 * 2**-23, atol=0)
 
 
 def test_what_the_lowering_lacks_is_named() -> None:
-    assert unknown(lambda x: jax.lax.lgamma(x) + 1, X) == "lgamma"
-    assert unknown(jax.lax.erf, X) is None
-    assert all(callable(rule) for rule in RULES.values())
+    assert TRITON.unknown(lambda x: jax.lax.lgamma(x) + 1, X) == "lgamma"
+    assert TRITON.unknown(jax.lax.erf, X) is None
+    assert all(callable(rule) for rule in TRITON.rules.values())
 
 
 def test_a_function_out_of_reach_is_a_reason_in_words() -> None:
