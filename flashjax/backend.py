@@ -57,8 +57,11 @@ class Backend(Protocol):
         """
         ...
 
-    def unsupported(self, spec: Spec, device: Device) -> str | None:
-        """Why this backend cannot do the call, in words that name the argument; None if it can."""
+    def unsupported(self, spec: Spec, device: Device, *, backward: bool = False) -> str | None:
+        """Why this backend cannot do one direction of the call, in words that name the argument.
+
+        None if it can.
+        """
         ...
 
     def configs(self, spec: Spec, device: Device, *, backward: bool = False) -> tuple[Config, ...]:

@@ -33,7 +33,7 @@ class Chunked:
     name = "xla"
     platform: str | None = None
 
-    def unsupported(self, spec: Spec, device: Device) -> str | None:
+    def unsupported(self, spec: Spec, device: Device, *, backward: bool = False) -> str | None:
         return None
 
     def configs(self, spec: Spec, device: Device, *, backward: bool = False) -> tuple[Config, ...]:

@@ -33,7 +33,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 # Backends for NVIDIA GPUs: elsewhere they need not be loaded to tell.
 PLATFORMS = {"triton": "cuda"}
 NAMED_PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
-UNBUILT = {"mosaic": "the Mosaic GPU kernels are not part of this version of flashjax"}
+UNBUILT = {"mosaic": "the Mosaic GPU kernels are not ready in this version of flashjax"}
 
 
 def implementation_names() -> tuple[str, ...]:
@@ -130,10 +130,13 @@ def plan(spec: Spec, implementation: str | None, device: Device) -> Plan:
 
 
 def _choose(spec: Spec, implementation: str | None, device: Device, direction: Direction) -> Choice:
-    names = [implementation] if implementation else [*UNBUILT, *BACKENDS]
+    names = [*UNBUILT, *BACKENDS]
+    if implementation:
+        # A named one without this backward keeps its forward.
+        names = [implementation, *(BACKENDS if direction == "backward" else ())]
     refused: list[tuple[str, str]] = []
     for name in dict.fromkeys(names):
-        reason = refusal(name, spec, device)
+        reason = refusal(name, spec, device, direction)
         if reason is None:
             offered = BACKENDS[name]().configs(spec, device, backward=direction == "backward")
             config, source = tuning.chosen(name, spec, device, direction, offered)
@@ -155,14 +158,14 @@ def check_implementation(name: Any) -> None:
         )
 
 
-def refusal(name: str, spec: Spec, device: Device) -> str | None:
-    """Why the named backend cannot do the call; None if it can."""
+def refusal(name: str, spec: Spec, device: Device, direction: Direction = "forward") -> str | None:
+    """Why the named backend cannot do one direction of the call; None if it can."""
     if name not in BACKENDS:
         return OtherDevice(UNBUILT[name])
     platform = PLATFORMS.get(name, device.platform)
     if platform != device.platform:
         return OtherDevice(f"it needs an NVIDIA GPU and this call runs on {device}")
-    return BACKENDS[name]().unsupported(spec, device)
+    return BACKENDS[name]().unsupported(spec, device, backward=direction == "backward")
 
 
 def warn_of_fallback(made: Plan) -> None:

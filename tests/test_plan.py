@@ -25,7 +25,7 @@ class OnlyCuda:
     platform: str | None = "cuda"
     calls: set[str] = dataclasses.field(default_factory=set)
 
-    def unsupported(self, spec: Any, device: Device) -> str | None:
+    def unsupported(self, spec: Any, device: Device, *, backward: bool = False) -> str | None:
         if device.platform != "cuda":
             return OtherDevice(f"it needs an NVIDIA GPU, not {device}")
         return (

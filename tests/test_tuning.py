@@ -259,7 +259,7 @@ class Fake:
     name: str = "triton"
     platform: str | None = "cuda"
 
-    def unsupported(self, spec: Spec, device: Device) -> str | None:
+    def unsupported(self, spec: Spec, device: Device, *, backward: bool = False) -> str | None:
         return "it takes no sinks" if spec.shapes.sinks is not None else None
 
     def configs(self, spec: Spec, device: Device, *, backward: bool = False) -> tuple[Config, ...]:

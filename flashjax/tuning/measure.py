@@ -91,6 +91,8 @@ class Pass(NamedTuple):
 def passes(backend: Backend, spec: Spec, device: Device) -> Iterator[Pass]:
     for direction in DIRECTIONS:
         offered = backend.configs(spec, device, backward=direction == "backward")
+        if not offered:
+            continue
         for name in (*_nested(offered[0]), ""):
             of = Pass(direction, name, offered)
             once: dict[Any, Config] = {}
