@@ -7,6 +7,9 @@ from collections.abc import Iterator
 # The oracle's products are small: a second thread waits more than it computes, and workers share
 # the cores. It must be set before numpy is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# JAX's interpreter of Mosaic GPU kernels runs each warpgroup on a thread of XLA's pool, which has
+# as many as there are cores unless told: with two cores it waits for ever.
+os.environ.setdefault("NPROC", "16")
 
 import hypothesis
 import pytest

@@ -161,7 +161,7 @@ def attend(
     implementation: Any, case: Case, query: Any, key: Any, value: Any, operands: Any, arrays: Any
 ) -> tuple[jax.Array, jax.Array]:
     """flashjax on the case, with `arrays` in the places of the arrays among its arguments."""
-    arguments = _with_arrays(case.arguments, arrays)
+    arguments = with_arrays(case.arguments, arrays)
     named = {n: x for n, x in operands.items() if n in ("bias", "scale", "sinks")}
     if case.score_mod is not None:
         named["score_mod"] = case.score_mod(operands)
@@ -178,7 +178,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (np.ndarray, jax.Array))
 
 
-def _with_arrays(arguments: Mapping[str, Any], arrays: Any) -> Any:
+def with_arrays(arguments: Mapping[str, Any], arrays: Any) -> Any:
     leaves, tree = jax.tree.flatten(dict(arguments))
     given = iter(arrays)
     return jax.tree.unflatten(tree, [next(given) if _is_array(x) else x for x in leaves])

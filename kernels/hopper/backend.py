@@ -1,0 +1,90 @@
+"""The backend "mosaic" on Hopper: what its kernels take, and how they are called."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from flashjax.backend import Config, Device, OtherDevice
+from flashjax.kernels.functions import unknown_function
+from flashjax.kernels.hopper.config import (
+    CAPABILITY,
+    TMA_BYTES,
+    ForwardConfig,
+    forward_configs,
+)
+from flashjax.kernels.hopper.forward import forward
+from flashjax.kernels.hopper.replay import MOSAIC
+from flashjax.spec import Operands, Spec
+from flashjax.structure import is_blocked
+from flashjax.varying import cast_varying, varying_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Hopper:
+    """``interpret`` is what Pallas's interpreter of GPU kernels takes, on any device: for tests."""
+
+    interpret: Any = None
+    name: str = "mosaic"
+
+    @property
+    def platform(self) -> str | None:
+        return None if self.interpret is not None else "cuda"
+
+    def unsupported(self, spec: Spec, device: Device, *, backward: bool = False) -> str | None:
+        if self.interpret is None and device.platform != "cuda":
+            return OtherDevice(f"it needs an NVIDIA GPU and this call runs on {device}")
+        if self.interpret is None and device.capability != CAPABILITY:
+            return OtherDevice(
+                f"the Mosaic GPU kernels are made for compute capability {CAPABILITY}; this device "
+                f"has {device.capability}"
+            )
+        if backward:
+            return OtherDevice("the Mosaic GPU kernels of this version have no backward")
+        reason = _wrong_operands(spec) or unknown_function(spec, MOSAIC, backward=False)
+        if reason is None and not self.configs(spec, device):
+            reason = (
+                f"head dims {spec.head_dim} and {spec.value_dim} fit no tile of the kernels in the "
+                "shared memory of Hopper"
+            )
+        return reason
+
+    def configs(self, spec: Spec, device: Device, *, backward: bool = False) -> tuple[Config, ...]:
+        return () if backward else forward_configs(spec, device.kind)
+
+    def forward(
+        self, spec: Spec, config: Config, operands: Operands
+    ) -> tuple[jax.Array, jax.Array]:
+        assert isinstance(config, ForwardConfig)
+        # The kernel's results do not say over which axes of a mesh they differ.
+        axes = varying_axes(operands)
+        found = forward(spec, config, cast_varying(operands, axes), interpret=self.interpret)
+        return cast_varying(found, axes)
+
+    def backward(self, *_: Any) -> NoReturn:
+        raise NotImplementedError("the Mosaic GPU kernels have no backward")
+
+
+BACKEND = Hopper()
+
+
+def _wrong_operands(spec: Spec) -> str | None:
+    if spec.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"query has dtype {spec.dtype}; the kernels take bfloat16 and float16"
+    whole = TMA_BYTES // jnp.dtype(spec.dtype).itemsize
+    for name, dim in (("query", spec.head_dim), ("value", spec.value_dim)):
+        if dim % whole:
+            return f"{name} has head dim {dim}; the kernels take multiples of {whole}"
+    rest = dataclasses.replace(spec.shapes, query=None, key=None, value=None)
+    for leaf in jax.tree.leaves(rest, is_leaf=is_blocked):
+        if is_blocked(leaf):
+            return (
+                f"a mask of blocks of {leaf.block_rows} × {leaf.block_columns}, which the kernels "
+                "do not read"
+            )
+        if jnp.dtype(leaf.dtype).itemsize > 4:
+            return f"an operand of a mask or a score has dtype {leaf.dtype}, of 64 bits"
+    return None

@@ -1,0 +1,144 @@
+"""Configurations of the Hopper kernel, and which of them fit a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from flashjax import backend
+from flashjax.masks.schedule import hides
+from flashjax.spec import Spec
+
+CAPABILITY = "9.0"
+SHARED_MEMORY = 227 * 1024  # that one program can have
+ALIGNMENT = 1024
+ROWS = 64  # of a warpgroup: wgmma's M
+HEAD_DIMS = (64, 96, 128, 192, 256)  # as the tiles in shared memory have them
+TMA_BYTES = 16  # rows in global memory are whole multiples of it
+# Registers of a consumer's and of the producer's thread, by consumers; one consumer keeps what it
+# was launched with.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+PROGRAMS = 132  # multiprocessors of an H100 SXM, H200 and GH200
+PROGRAMS_PCIE = 114
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig(backend.Config):
+    """`rows` are 64 for each consumer warpgroup.
+
+    `programs`: 0 for one an item (a block of rows of a head), else so many that share them out.
+    `heads`: how many heads' items lie beside one another in the order.
+    """
+
+    stages: int
+    query_in_registers: bool
+    programs: int
+    heads: int
+
+    @property
+    def consumers(self) -> int:
+        return self.rows // ROWS
+
+    def __str__(self) -> str:
+        query = ", Q in registers" if self.query_in_registers else ""
+        programs = f", {self.programs} programs" if self.programs else ""
+        return f"{super().__str__()}, {self.stages} stages{query}{programs}, heads by {self.heads}"
+
+
+def padded_head_dim(dim: int) -> int:
+    """The head dim of tiles in shared memory; TMA fills them up with 0."""
+    return next(size for size in HEAD_DIMS if dim <= size)
+
+
+def swizzle_elements(*sizes: int) -> int:
+    """How many 16-bit elements wide the swizzled tiles are that make up these sizes."""
+    return next(wide for wide in (64, 32, 16) if all(size % wide == 0 for size in sizes))
+
+
+def guards(spec: Spec) -> bool:
+    """Whether columns that no row sees, perhaps NaN, can lie in a tile that is visited."""
+    _, columns = hides(spec.shapes.mask, spec.rows, spec.columns)
+    return columns or spec.shapes.bias is not None
+
+
+def apart(spec: Spec, config: ForwardConfig) -> bool:
+    """Whether O leaves through shared memory of its own, not through that of Q.
+
+    With one item a program, Q is done with by then.
+    """
+    if padded_head_dim(spec.value_dim) != padded_head_dim(spec.head_dim):
+        return True
+    return bool(config.programs) and _bytes(spec, config, separate=True) <= SHARED_MEMORY
+
+
+def shared_memory(spec: Spec, config: ForwardConfig) -> int:
+    """Bytes that one program takes."""
+    return _bytes(spec, config, separate=apart(spec, config))
+
+
+def _bytes(spec: Spec, config: ForwardConfig, *, separate: bool) -> int:
+    head, value = padded_head_dim(spec.head_dim), padded_head_dim(spec.value_dim)
+    rows, columns = config.rows, config.columns
+    item = jnp.dtype(spec.dtype).itemsize
+    parts = [
+        rows * head * item,
+        config.stages * columns * head * item,
+        config.stages * columns * value * item,
+        rows * value * item * separate,
+        4 * rows,
+        4 * columns * config.consumers * guards(spec),
+        0,  # barriers
+        0,  # where it begins
+    ]
+    return sum(max(1, -(-part // ALIGNMENT)) * ALIGNMENT for part in parts)
+
+
+class Tiles(NamedTuple):
+    """What is offered up to a head dim; `plain`: without mask, bias and score modifier alone.
+
+    With those, wide tiles take more registers than there are.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    in_registers: bool = False
+    plain: bool = False
+
+
+# By the larger of the padded head dims, best first.
+FORWARD: dict[int, tuple[Tiles, ...]] = {
+    64: (Tiles(128, 128, 2), Tiles(192, 128, 2, plain=True), Tiles(128, 192, 2, plain=True)),
+    96: (Tiles(128, 128, 2), Tiles(128, 192, 2, plain=True)),
+    128: (
+        Tiles(128, 128, 2), Tiles(128, 128, 2, in_registers=True, plain=True),
+        Tiles(128, 160, 2, plain=True),
+    ),
+    192: (Tiles(128, 96, 2, plain=True), Tiles(128, 64, 3), Tiles(128, 64, 2)),
+    256: (Tiles(128, 64, 2),),
+}  # fmt: skip
+
+
+def forward_configs(spec: Spec, kind: str) -> tuple[ForwardConfig, ...]:
+    """What fits, best first."""
+    largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
+    shapes, guarded = spec.shapes, guards(spec)
+    plain = shapes.mask is None and shapes.bias is None and shapes.score is None
+    members = spec.batch * spec.heads
+    found = []
+    for tiles in FORWARD[largest]:
+        consumers, items = tiles.rows // ROWS, -(-spec.rows // tiles.rows) * members
+        # The slow walk takes a slot of the buffers for each consumer, and 64 columns at a time.
+        walks = tiles.stages >= consumers and tiles.columns % ROWS == 0
+        if (tiles.plain and not plain) or (guarded and not walks):
+            continue
+        programs = PROGRAMS_PCIE if "PCIe" in kind else PROGRAMS
+        for many in (programs, 0) if items > programs and not guarded else (0,):
+            sizes = tiles.rows, tiles.columns, tiles.stages, tiles.in_registers
+            config = ForwardConfig(*sizes, many, math.gcd(8, members))
+            if shared_memory(spec, config) <= SHARED_MEMORY:
+                found.append(config)
+    return tuple(found)

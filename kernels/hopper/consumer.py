@@ -1,0 +1,301 @@
+"""A consumer warpgroup: 64 rows' scores, softmax and output."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax.kernels import softmax
+from flashjax.kernels.hopper.config import (
+    REGISTERS,
+    ROWS,
+    apart,
+    guards,
+    padded_head_dim,
+    swizzle_elements,
+)
+from flashjax.kernels.hopper.items import Place
+from flashjax.kernels.hopper.refs import Call, Refs
+from flashjax.kernels.hopper.tile import ROW, TILE
+from flashjax.kernels.hopper.vote import any_of_warp, any_of_warpgroup
+from flashjax.kernels.hopper.walk import Walk
+from flashjax.kernels.tile import Reader, Scored, Tile, seen
+
+# A maximum moves only where it grew by more than this power of 2: until then exponentials stay
+# below 2⁸ and O needs no rescaling (FlashAttention-4).
+SLACK = 8.0
+
+
+class Sums(NamedTuple):
+    """Of the tiles so far: O, the maxima in units of log₂, and sums of weights, (64, 8) of them."""
+
+    out: jax.Array
+    m: jax.Array
+    l: jax.Array
+
+
+class Weighed(NamedTuple):
+    """A tile's exponentials under the maxima `m`, and what those make of earlier sums."""
+
+    m: jax.Array
+    alpha: jax.Array
+    p: jax.Array
+    total: jax.Array
+
+
+class Rows:
+    """The 64 rows of one item that are this warpgroup's."""
+
+    def __init__(self, call: Call, refs: Refs, warpgroup: Any, place: Place, before: Any) -> None:
+        self.call, self.refs, self.warpgroup, self.place = call, refs, warpgroup, place
+        self.before = before  # steps of earlier items
+        block, head, batch = place
+        self.mine = pl.ds(warpgroup * ROWS, ROWS)
+        self.first = block * call.config.rows + warpgroup * ROWS
+        self.walk: Walk = call.walker.at(refs.path, (batch, head), block)
+        self.reader: Reader = call.scorer.at(refs.own, (batch, head))
+        self.value_dim = padded_head_dim(call.spec.value_dim)
+
+    def query(self) -> Any:
+        """What the products take as Q."""
+        plgpu.barrier_wait(self.refs.q_bar.full)
+        q = self.refs.q.at[self.mine]
+        if self.call.config.query_in_registers:
+            q = plgpu.load(q, layout=TILE)
+            plgpu.commit_smem()  # TMA may write there next
+            self._free_query()
+        return q
+
+    def _free_query(self) -> None:
+        """Lets the next item's queries come, unless O has yet to leave through their memory."""
+        if self.call.items.shared and apart(self.call.spec, self.call.config):
+            plgpu.barrier_arrive(self.refs.q_bar.empty)
+
+    def tile(self, t: Any) -> Tile:
+        columns = self.call.config.columns
+        return Tile(self.first, self.walk.tile(t) * columns, ROWS, columns)
+
+    def weigh(self, scored: Scored, tile: Tile, m_before: jax.Array) -> Weighed:
+        unit, scores = self.call.scorer.unit, scored.scores
+        m = jnp.maximum(m_before, scores.max(axis=1) * unit)
+        m = jnp.where(m - m_before > SLACK, m, m_before)
+        # A row that has seen nothing: any finite number in place of −inf.
+        shift = jnp.where(m == -jnp.inf, 0.0, m)
+        p = self.call.scorer.exp2(scores, unit, spread(shift, scores.shape))
+        total = partial_sums(p)
+        (p,) = self.reader.drop(tile, p)
+        return Weighed(m, jnp.exp2(m_before - shift), p, total)
+
+    def none(self) -> jax.Array:
+        return plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
+
+    def zeros(self, *shape: int) -> jax.Array:
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE)
+
+    def products(self, with_acc: Any) -> jax.Array:
+        shape = (ROWS, self.call.config.columns)
+        found: jax.Array = pl.run_scoped(with_acc, plgpu.ACC(shape, jnp.float32))
+        return found
+
+    def walked(self, q: Any) -> Sums:
+        """The sums over all tiles of the walk."""
+
+        def run(acc: Any) -> Sums:
+            return self._walk(q, acc)
+
+        found: Sums = pl.run_scoped(run, plgpu.ACC((ROWS, self.value_dim), jnp.float32))
+        if not self.call.config.query_in_registers:
+            self._free_query()
+        return found
+
+    def _walk(self, q: Any, out_acc: Any) -> Sums:
+        refs, walk, dtype = self.refs, self.walk, self.call.spec.dtype
+        interpreted = self.call.interpret is not None
+
+        def slot(t: Any) -> Any:
+            return self.call.slot(self.before + t)
+
+        start = slot(jnp.int32(0))
+        plgpu.barrier_wait(refs.k_bar.full.at[start])
+
+        def first(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, q, refs.k.at[start].transpose((1, 0)))
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+        found = self.products(first)
+        plgpu.barrier_arrive(refs.k_bar.empty.at[start])
+        tile = self.tile(jnp.int32(0))
+        weighed = self.weigh(
+            self.reader.score(found, tile, self.call.walker.masks_first), tile, self.none()
+        )
+        out_acc[...] = self.zeros(ROWS, self.value_dim)
+        pl.when(walk.count > 1)(lambda: plgpu.barrier_wait(refs.k_bar.full.at[slot(jnp.int32(1))]))
+
+        def step(t: Any, carry: Any, masked: bool) -> Any:
+            m_before, l, p = carry
+            here, last = slot(t), slot(t - 1)
+
+            def products(acc: Any) -> jax.Array:
+                plgpu.wgmma(acc, q, refs.k.at[here].transpose((1, 0)))
+                plgpu.barrier_wait(refs.v_bar.full.at[last])
+                plgpu.wgmma(out_acc, p, refs.v.at[last])
+                return plgpu.wgmma_accumulator_load(acc, wait_n=1)
+
+            found = self.products(products)
+            plgpu.barrier_arrive(refs.k_bar.empty.at[here])
+            tile = self.tile(t)
+            weighed = self.weigh(self.reader.score(found, tile, masked), tile, m_before)
+            m, alpha, p, total = lax.optimization_barrier(weighed)
+
+            # A wait for a barrier keeps the compiler from waiting for P·V before the exponentials.
+            @pl.when(t + 1 < walk.count)
+            def _() -> None:
+                plgpu.barrier_wait(refs.k_bar.full.at[slot(t + 1)])
+
+            out = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
+            plgpu.barrier_arrive(refs.v_bar.empty.at[last])
+            p = p.astype(dtype)
+
+            def rescaled(out: jax.Array, l: jax.Array) -> Any:
+                return out * spread(alpha, out.shape), l * spread(alpha, l.shape)
+
+            moved = any_of_warp(m != m_before, interpreted=interpreted)
+            out, l = lax.cond(moved, rescaled, lambda out, l: (out, l), out, l)
+            out_acc[...] = out
+            return m, l + total, p
+
+        carry = (weighed.m, weighed.total, weighed.p.astype(dtype))
+        for masked, begin, end in walk.loops():
+            carry = lax.fori_loop(begin, end, functools.partial(step, masked=masked), carry)
+        m, l, p = carry
+        last = slot(walk.count - 1)
+        plgpu.barrier_wait(refs.v_bar.full.at[last])
+        plgpu.wgmma(out_acc, p, refs.v.at[last])
+        out = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
+        plgpu.barrier_arrive(refs.v_bar.empty.at[last])
+        return Sums(out, m, l)
+
+    def guarded(self, q: Any, sums: Sums) -> Sums:
+        """The sums, found once more, and slowly, if they came out NaN.
+
+        What no row sees may be NaN or inf, and 0 · NaN is NaN.
+        """
+        if not guards(self.call.spec):
+            return sums
+        plgpu.barrier_arrive(self.refs.done)
+        rows = sums.out.sum(axis=1)
+        spoilt = any_of_warpgroup(rows != rows, interpreted=self.call.interpret is not None)
+
+        def again(_: Sums) -> Sums:
+            # Then this consumer may have a slot for itself.
+            plgpu.barrier_wait(self.refs.done)
+            return Sums(*pl.run_scoped(run, plgpu.ACC((ROWS, self.value_dim), jnp.float32)))
+
+        def run(out_acc: Any) -> Sums:
+            return self._walk_guarded(q, out_acc)
+
+        found: Sums = lax.cond(spoilt, again, lambda sums: sums, sums)
+        return found
+
+    def _walk_guarded(self, q: Any, out_acc: Any) -> Sums:
+        """All tiles as masked ones, in the same order, with 0 for the values that no row sees."""
+        call, refs, own = self.call, self.refs, self.warpgroup
+        _, head, batch = self.place
+        head = lax.div(head, jnp.int32(call.spec.group))
+        out_acc[...] = self.zeros(ROWS, self.value_dim)
+
+        def load(ref: Any, tile: Tile, dims: Any, buffer: Any) -> Any:
+            at = (batch, pl.ds(tile.column, tile.columns), head, dims)
+            plgpu.copy_gmem_to_smem(ref.at[at], buffer.at[own], refs.again.at[own])
+            plgpu.barrier_wait(refs.again.at[own])
+            return buffer.at[own]
+
+        def step(t: Any, carry: Any) -> Any:
+            m_before, l = carry
+            tile = self.tile(t)
+            k = load(refs.key, tile, call.head_dims, refs.k)
+
+            def products(acc: Any) -> jax.Array:
+                plgpu.wgmma(acc, q, k.transpose((1, 0)))
+                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+            scored = self.reader.score(self.products(products), tile, True)
+            refs.seen.at[own][...] = jnp.where(seen(scored, 0), 1.0, 0.0)
+            weighed = self.weigh(scored, tile, m_before)
+            v = load(refs.value, tile, call.value_dims, refs.v)
+            self._clean(v, tile.columns)
+            plgpu.commit_smem()
+            out = out_acc[...]
+            out_acc[...] = out * spread(weighed.alpha, out.shape)
+            plgpu.wgmma(out_acc, weighed.p.astype(call.spec.dtype), v)
+            plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
+            return weighed.m, l * spread(weighed.alpha, l.shape) + weighed.total
+
+        carry = (self.none(), self.zeros(ROWS, 8))
+        m, l = lax.fori_loop(jnp.int32(0), self.walk.count, step, carry)
+        return Sums(out_acc[...], m, l)
+
+    def _clean(self, v: Any, columns: int) -> None:
+        """Sets to 0 the values of columns that no row of this warpgroup's sees."""
+        wide = swizzle_elements(self.value_dim)  # a part at a time: registers are few
+        for i in range(0, columns, ROWS):
+            some = plgpu.load(self.refs.seen.at[self.warpgroup, pl.ds(i, ROWS)], layout=ROW) > 0
+            for j in range(0, self.value_dim, wide):
+                part = v.at[pl.ds(i, ROWS), pl.ds(j, wide)]
+                values = plgpu.load(part, layout=TILE)
+                part[...] = jnp.where(spread(some, values.shape), values, jnp.zeros_like(values))
+
+    def finish(self, sums: Sums) -> None:
+        """Divides, and sends output and LSE on their way."""
+        call, refs = self.call, self.refs
+        spec, (_, head, batch) = call.spec, self.place
+        sink = None
+        if spec.shapes.sinks is not None:
+            whole = Tile(self.first, 0, ROWS, call.config.columns)
+            sink = self.reader.load("sinks", whole).astype(jnp.float32)
+        running = softmax.Running(sums.m, sums.l.sum(axis=1))
+        factor, lse = softmax.finish_base2(running, sink)
+        separate = apart(spec, call.config)
+        buffer = (refs.o if separate else refs.q).at[self.mine]
+        if call.items.shared and separate:  # the item before is out
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffer[...] = (sums.out * spread(factor, sums.out.shape)).astype(spec.dtype)
+        refs.l.at[self.mine][...] = lse
+        plgpu.commit_smem()
+        rows = pl.ds(self.first, ROWS)
+        plgpu.copy_smem_to_gmem(buffer, refs.out.at[batch, rows, head, call.value_dims])
+        plgpu.copy_smem_to_gmem(refs.l.at[self.mine], refs.lse.at[batch, head, rows])
+        if call.items.shared and not separate:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(refs.q_bar.empty)
+
+
+def consume(call: Call, refs: Refs, warpgroup: Any) -> None:
+    """Takes each item of the program."""
+    if call.config.consumers in REGISTERS:
+        plgpu.set_max_registers(REGISTERS[call.config.consumers][0], action="increase")
+
+    def item(_: Any, place: Place, before: Any) -> Any:
+        rows = Rows(call, refs, warpgroup, place, before)
+        q = rows.query()
+        sums = rows.walked(q)
+        rows.finish(rows.guarded(q, sums))
+        return before + rows.walk.count
+
+    call.items.each(refs.items, item, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def spread(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(row, shape, (0,))
+
+
+def partial_sums(p: jax.Array) -> jax.Array:
+    """(64, 8): what of a row's sum each thread can add up alone."""
+    return functools.reduce(jnp.add, (p[:, i : i + 8] for i in range(0, p.shape[1], 8)))

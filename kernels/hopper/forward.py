@@ -1,0 +1,156 @@
+"""The forward kernel for Hopper: a producer warpgroup loads tiles, consumer warpgroups multiply.
+
+Each consumer has 64 query rows. In a step it issues Q·Kᵀ of one tile and P·V of the tile before it,
+and takes the softmax of the one while the other runs (FlashAttention-3, arXiv:2407.08608).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax.kernels.hopper.config import (
+    REGISTERS,
+    ForwardConfig,
+    apart,
+    guards,
+    padded_head_dim,
+    swizzle_elements,
+)
+from flashjax.kernels.hopper.consumer import consume
+from flashjax.kernels.hopper.items import Items, Place
+from flashjax.kernels.hopper.refs import Barriers, Call, Refs
+from flashjax.kernels.hopper.tile import Scorer
+from flashjax.kernels.hopper.walk import Walker
+from flashjax.masks import Blocks
+from flashjax.spec import Operands, Spec
+
+
+def forward(
+    spec: Spec, config: ForwardConfig, operands: Operands, *, interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Output (B, T, N, Hv) and LSE (B, N, T)."""
+    rows, columns = Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns)
+    walker = Walker(spec, operands.mask, rows, columns)
+    call = Call(
+        spec,
+        config,
+        Scorer(spec, operands, rows, columns),
+        walker,
+        Items(spec, walker, config.programs, config.heads),
+        interpret,
+    )
+
+    def kernel(*refs: Any) -> None:
+        found = call.refs(refs)
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == config.consumers)(lambda: produce(call, found))
+        pl.when(warpgroup < config.consumers)(lambda: consume(call, found, warpgroup))
+
+    # TMA wants its rows in whole 16 bytes.
+    lse_rows = -(-spec.rows // 4) * 4
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct(spec.out.shape, spec.dtype),
+            jax.ShapeDtypeStruct((spec.batch, spec.heads, lse_rows), jnp.dtype(jnp.float32)),
+        ],
+        scratch_types=scratch(spec, config),
+        grid=(call.items.programs,),
+        grid_names=("program",),
+        num_threads=config.consumers + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="flashjax_forward",
+    )(
+        operands.query,
+        operands.key,
+        operands.value,
+        *call.scorer.arrays,
+        *walker.arrays,
+        *call.items.arrays,
+    )
+    return out, lse[..., : spec.rows]
+
+
+def scratch(spec: Spec, config: ForwardConfig) -> list[Any]:
+    """Shared memory and barriers, in the order of the fields of `Refs`."""
+    head, value = padded_head_dim(spec.head_dim), padded_head_dim(spec.value_dim)
+    stages, consumers = config.stages, config.consumers
+
+    def tiles(*shape: int, depth: int = 64) -> Any:
+        wide = swizzle_elements(shape[-1], depth)
+        # JAX's types call both abstract.
+        tiling, swizzle = plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(wide * 2)  # type: ignore[abstract]
+        return plgpu.SMEM(shape, spec.dtype, transforms=(tiling, swizzle))
+
+    def pair(**kwargs: Any) -> Barriers:
+        return Barriers(plgpu.Barrier(**kwargs), plgpu.Barrier(num_arrivals=consumers, **kwargs))
+
+    unused = plgpu.SMEM((8,), jnp.float32)
+    return [
+        tiles(config.rows, head),
+        tiles(stages, config.columns, head),
+        # A product over columns takes whole swizzled tiles of them.
+        tiles(stages, config.columns, value, depth=config.columns),
+        tiles(config.rows, value) if apart(spec, config) else unused,
+        plgpu.SMEM((config.rows,), jnp.float32),
+        plgpu.SMEM((consumers, config.columns), jnp.float32) if guards(spec) else unused,
+        pair(),
+        pair(num_barriers=stages),
+        pair(num_barriers=stages),
+        plgpu.Barrier(num_arrivals=consumers),
+        plgpu.Barrier(num_barriers=consumers),
+    ]
+
+
+def produce(call: Call, refs: Refs) -> None:
+    """Loads the queries of each item, and its tiles of keys and values as slots become free."""
+    config, spec, walker = call.config, call.spec, call.walker
+    if config.consumers in REGISTERS:
+        plgpu.set_max_registers(REGISTERS[config.consumers][1], action="decrease")
+
+    def item(i: Any, place: Place, before: Any) -> Any:
+        block, head, batch = place
+        walk = walker.at(refs.path, (batch, head), block)
+        if call.items.shared:
+            pl.when(i > 0)(lambda: plgpu.barrier_wait(refs.q_bar.empty))
+        rows = pl.ds(block * config.rows, config.rows)
+        plgpu.copy_gmem_to_smem(
+            refs.query.at[batch, rows, head, call.head_dims], refs.q, refs.q_bar.full
+        )
+
+        @pl.loop(0, walk.count)
+        def _(t: Any) -> None:
+            step = before + t
+            slot = call.slot(step)
+            at = (batch, call.columns(walk.tile(t)), lax.div(head, jnp.int32(spec.group)))
+            for ref, dims, buffer, (full, empty) in (
+                (refs.key, call.head_dims, refs.k, refs.k_bar),
+                (refs.value, call.value_dims, refs.v, refs.v_bar),
+            ):
+
+                @pl.when(step >= config.stages)
+                def _(empty: Any = empty) -> None:
+                    plgpu.barrier_wait(empty.at[slot])
+
+                plgpu.copy_gmem_to_smem(ref.at[*at, dims], buffer.at[slot], full.at[slot])
+
+        return before + walk.count
+
+    steps = call.items.each(refs.items, item, jnp.int32(0))
+    if call.interpret is not None:  # its barriers want every completion observed
+        if call.items.shared:
+            plgpu.barrier_wait(refs.q_bar.empty)
+        for i in range(config.stages):
+
+            @pl.when(i < steps)
+            def _(i: int = i) -> None:
+                plgpu.barrier_wait(refs.k_bar.empty.at[i])
+                plgpu.barrier_wait(refs.v_bar.empty.at[i])

@@ -1,0 +1,75 @@
+"""How a Hopper kernel reads the operands beside q, k and v: from global memory into registers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from flashjax.kernels import tile
+from flashjax.kernels.hopper.replay import MOSAIC
+from flashjax.kernels.tile import Tile
+from flashjax.masks import Blocks
+from flashjax.spec import Operands, Spec
+
+TILE = plgpu.Layout.WGMMA
+ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """The shape of one rank-4 operand, its vectors as long as the tiles reach."""
+
+    shape: tuple[int, ...]
+    boolean: bool  # held as int8
+
+    def load(self, ref: Any, at: Any, tile: Tile, spec: Spec) -> jax.Array:
+        """The tile's values of batch member and head `at`; a scalar, or a full tile."""
+        found = self._load(ref, at, tile)
+        return found.astype(jnp.int32) != 0 if self.boolean else found
+
+    def _load(self, ref: Any, at: Any, tile: Tile) -> jax.Array:
+        lead = tuple(
+            i if size != 1 else jnp.int32(0) for i, size in zip(at, self.shape[:2], strict=True)
+        )
+        of_rows, of_columns = self.shape[2] != 1, self.shape[3] != 1
+        rows, columns = pl.ds(tile.row, tile.rows), pl.ds(tile.column, tile.columns)
+        if of_rows and of_columns:
+            found: jax.Array = plgpu.load(
+                ref.at[*lead, rows, columns], layout=TILE, optimized=False
+            )
+            return found
+        if of_rows:
+            vector = plgpu.load(ref.at[*lead, rows, 0], layout=ROW, optimized=False)
+            return tile.of_rows(vector)
+        if of_columns:
+            vector = plgpu.load(ref.at[*lead, 0, columns], layout=COLUMN, optimized=False)
+            return tile.of_columns(vector)
+        scalar: jax.Array = ref[*lead, 0, 0]
+        return scalar
+
+
+def exp2(x: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
+    """2^(x · unit − shift): the compiler makes it one multiply-add and ``ex2.approx``."""
+    return jnp.exp2(x * unit - shift)
+
+
+class Scorer(tile.Scorer):
+    """The operands of a call whose tiles are of `rows` and `columns`."""
+
+    def __init__(self, spec: Spec, operands: Operands, rows: Blocks, columns: Blocks) -> None:
+        def leaf(x: jax.Array) -> tuple[jax.Array, Leaf]:
+            # A load in registers has no mask: what it may reach past the end is there, and hidden.
+            pads = [(0, 0), (0, 0)]
+            for size, blocks in zip(x.shape[2:], (rows, columns), strict=True):
+                pads.append((0, blocks.padded - blocks.length if size != 1 else 0))
+            boolean = x.dtype == jnp.bool_
+            x = x.astype(jnp.int8) if boolean else x
+            padded = jnp.pad(x, pads) if any(after for _, after in pads) else x
+            return padded, Leaf(padded.shape, boolean)
+
+        super().__init__(spec, operands, leaf, MOSAIC, exp2)

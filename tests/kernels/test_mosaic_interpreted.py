@@ -1,0 +1,228 @@
+"""The Hopper kernel in JAX's interpreter of Mosaic GPU kernels, which raises where threads race."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flashjax.backend import Device
+from flashjax.bind import Arguments, bind
+from flashjax.kernels.hopper import BACKEND, Hopper
+from flashjax.kernels.hopper.config import ForwardConfig, shared_memory
+from flashjax.kernels.hopper.items import Items
+from flashjax.kernels.hopper.replay import MOSAIC
+from flashjax.kernels.hopper.walk import Walker
+from flashjax.masks import Blocks, Causal, Mask
+from flashjax.spec import Spec
+from tests.features import build
+from tests.inputs import (
+    BF16,
+    F16,
+    Case,
+    Shape,
+    arrays_of,
+    case,
+    jit,
+    poisoned,
+    same_bits,
+    with_arrays,
+)
+from tests.kernels import mosaic
+from tests.oracle import Array
+
+H200 = Device("cuda", "NVIDIA H200", "9.0")
+ONE_AN_ITEM = ForwardConfig(128, 64, 2, False, 0, 1)
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> Iterator[None]:
+    mosaic.install()
+    yield
+    mosaic.reset()
+
+
+def forward(case: Case, config: ForwardConfig) -> dict[str, Array]:
+    """out and LSE in one configuration."""
+    backend = Hopper(mosaic.params())
+
+    def run(query: Any, key: Any, value: Any, operands: Any, arrays: Any) -> Any:
+        arguments = with_arrays(case.arguments, arrays)
+        named = {n: x for n, x in operands.items() if n in ("bias", "scale", "sinks")}
+        if case.score_mod is not None:
+            named["score_mod"] = case.score_mod(operands)
+        bound = bind(query, key, value, Arguments(**named, **arguments))
+        assert backend.unsupported(bound.spec, H200) is None
+        return backend.forward(bound.spec, config, bound.operands)
+
+    inputs = (case.query, case.key, case.value, dict(case.operands), arrays_of(case.arguments))
+    out, lse = jit(run)(*inputs)
+    found = {"out": np.asarray(out), "lse": np.asarray(lse).swapaxes(1, 2)}
+    assert not mosaic.races_found()
+    return found
+
+
+# Every kind of mask and of operand, grouped heads, ragged ends, a padded head dim.
+TOGETHER: dict[str, tuple[tuple[str, ...], Shape, Any]] = {
+    "causal": (("is_causal", "sinks"), Shape(1, 150, 200, 2, 1, 64, 64), BF16),
+    "documents": (
+        ("segments", "is_causal", "dropout", "score_mod"), Shape(1, 140, 140, 2, 2, 24, 40), BF16,
+    ),
+    "arrays": (
+        ("lengths", "boolean_per_head", "causal_offset_per_batch", "bias (N,1,S)", "traced_scale"),
+        Shape(2, 70, 130, 2, 1, 64, 64), F16,
+    ),
+    "two ranges": (
+        ("sink_tokens_and_window", "bias (1,N,T,S)"), Shape(1, 140, 200, 2, 1, 64, 64), BF16,
+    ),
+    "capped": (("soft_cap", "chunks"), Shape(1, 130, 190, 1, 1, 64, 64), BF16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_features_together(name: str) -> None:
+    names, shape, dtype = TOGETHER[name]
+    made = build(shape, names, dtype)
+    made.judge.hold(forward(made, ONE_AN_ITEM))
+
+
+CONFIGS = {
+    "programs that share items": (Shape(1, 300, 300, 4, 2, 64, 64), (128, 64, 2, False, 2, 2)),
+    "queries in registers": (Shape(1, 300, 300, 2, 2, 64, 64), (128, 64, 2, True, 2, 1)),
+    "output through Q": (Shape(1, 200, 100, 2, 2, 256, 256), (128, 64, 2, False, 2, 1)),
+    "three consumers, a wide value": (Shape(1, 200, 150, 1, 1, 64, 96), (192, 96, 3, False, 0, 1)),
+    "a narrow value": (Shape(1, 200, 100, 1, 1, 192, 128), (128, 96, 2, False, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configurations(name: str) -> None:
+    shape, numbers = CONFIGS[name]
+    made = build(shape, ("is_causal",), BF16)
+    made.judge.hold(forward(made, ForwardConfig(*numbers)))
+
+
+def test_one_row_and_less_than_a_tile() -> None:
+    made = case(Shape(2, 1, 5, 2, 1, 64, 64), BF16)
+    made.judge.hold(forward(made, ONE_AN_ITEM))
+
+
+def test_what_is_hidden_never_arrives() -> None:
+    """The same bits with NaN in columns that no row sees, beside some that a row sees."""
+    clean = build(Shape(2, 34, 140, 2, 1, 64, 64), ("lengths",), BF16, seed=1)
+    keep = np.broadcast_to(clean.options["keep"], clean.shape.logits)
+    columns = keep.any((1, 2))
+    assert not columns.all()
+    spoilt = Case(
+        clean.query,
+        poisoned(clean.key, ~columns),
+        poisoned(clean.value, ~columns),
+        arguments=clean.arguments,
+        options=clean.options,
+    )
+    expected = forward(clean, ONE_AN_ITEM)
+    clean.judge.hold(expected)
+    for name, x in forward(spoilt, ONE_AN_ITEM).items():
+        assert same_bits(x, expected[name]), name
+
+
+def spec_of(rows: int, heads: int, batch: int, mask: Mask | None, **shape: Any) -> Spec:
+    x = jax.ShapeDtypeStruct((batch, rows, heads, shape.get("width", 64)), BF16)
+    found: list[Spec] = []
+
+    def trace(q: jax.Array) -> None:
+        found.append(bind(q, q, q, Arguments(mask=mask)).spec)
+
+    jax.eval_shape(trace, x)
+    return found[0]
+
+
+@pytest.mark.parametrize(("programs", "heads"), [(0, 2), (3, 1), (5, 6), (1000, 3)])
+def test_every_item_has_one_program(programs: int, heads: int) -> None:
+    spec = spec_of(1000, 6, 2, Causal())
+    rows, columns = Blocks(1000, 128), Blocks(1000, 64)
+    items = Items(spec, Walker(spec, Causal(), rows, columns), programs, heads)
+    if items.shared:
+        table = np.asarray(items.arrays[0])
+        taken = [i for row in table for i in row[1 : 1 + row[0]]]
+    else:
+        taken = list(range(items.programs))
+    places = {tuple(int(x) for x in items.place(np.int32(i))) for i in taken}
+    assert len(taken) == len(places) == 8 * 6 * 2
+    assert places == {(t, n, b) for t in range(8) for n in range(6) for b in range(2)}
+
+
+def test_programs_that_share_items_end_together() -> None:
+    spec = spec_of(4096, 16, 4, Causal())
+    rows, columns = Blocks(4096, 128), Blocks(4096, 128)
+    walker = Walker(spec, Causal(), rows, columns)
+    items = Items(spec, walker, 132, 8)
+    lengths = walker.lengths()
+    assert lengths is not None
+    np.testing.assert_array_equal(lengths, np.arange(1, 33))
+    loads = []
+    for row in np.asarray(items.arrays[0]):
+        own = [items.place(np.int32(i)).block for i in row[1 : 1 + row[0]]]
+        loads.append(sum(int(lengths[int(block)]) + 1 for block in own))
+    assert max(loads) <= 1.01 * np.mean(loads)
+
+
+@pytest.mark.parametrize(
+    ("width", "value"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+)
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["full", "causal"])
+def test_a_configuration_is_offered_and_fits(width: int, value: int, mask: Any) -> None:
+    x = jax.ShapeDtypeStruct((1, 4096, 8, width), BF16)
+    v = jax.ShapeDtypeStruct((1, 4096, 8, value), BF16)
+    found: list[Spec] = []
+    jax.eval_shape(lambda q, v: found.append(bind(q, q, v, Arguments(mask=mask)).spec), x, v)
+    offered = BACKEND.configs(found[0], H200)
+    assert offered
+    for config in offered:
+        assert isinstance(config, ForwardConfig)
+        assert shared_memory(found[0], config) <= 227 * 1024
+
+
+REFUSED = {
+    "query has dtype float32; the kernels take bfloat16 and float16": {"dtype": "float32"},
+    "query has head dim 20; the kernels take multiples of 8": {"width": 20},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_it_cannot_do_it_says(reason: str) -> None:
+    given = {"dtype": "bfloat16", "width": 64} | REFUSED[reason]
+    x = jax.ShapeDtypeStruct((1, 64, 2, given["width"]), given["dtype"])
+    found: list[Spec] = []
+    jax.eval_shape(lambda q: found.append(bind(q, q, q, Arguments()).spec), x)
+    assert BACKEND.unsupported(found[0], H200) == reason
+
+
+def test_devices_without_the_kernels() -> None:
+    spec = spec_of(64, 2, 1, None)
+    assert BACKEND.unsupported(spec, H200) is None
+    reason = BACKEND.unsupported(spec, Device("cuda", "NVIDIA B200", "10.0"))
+    assert reason is not None
+    assert "compute capability 9.0; this device has 10.0" in reason
+
+
+X = np.concatenate([np.linspace(-50, 50, 4001), [0.5, 1.5, -0.5, -1.5, 3e4, -3e4, 2.0**24]])
+X = X.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [jnp.floor, jnp.ceil, jnp.round, jnp.isfinite, jnp.tanh, jnp.sin, jnp.cos, lambda x: x**-3],
+    ids=["floor", "ceil", "round", "isfinite", "tanh", "sin", "cos", "power"],
+)
+def test_replayed_functions_give_the_same(fn: Any) -> None:
+    x = X[X != 0]
+    replayed = MOSAIC.lowerable(fn)
+    assert MOSAIC.unknown(replayed, x) in (None, "sin", "cos", "integer_pow")
+    found, wanted = np.asarray(jax.jit(replayed)(x)), np.asarray(fn(x.astype(np.float64)))
+    # Sine and cosine lose what the argument lost of a turn.
+    np.testing.assert_allclose(
+        found, wanted, rtol=4e-7, atol=1e-6 if fn in (jnp.sin, jnp.cos, jnp.tanh) else 0
+    )
