@@ -1,7 +1,7 @@
-"""Compiles every configuration that the Triton kernels offer, with no GPU: `make aot`.
+"""Compiles every configuration that the kernels offer, with no GPU: `make aot`.
 
 For each compute capability, dtype, head dim, mask and pass it prints what ptxas says of registers
-and spills and what XLA says of shared memory, beside the estimates of kernels/triton/config.py.
+and spills and what the compilers say of shared memory, beside the kernels' own estimates.
 The exit code is 1 where a configuration does not compile, spills, or takes more shared memory than
 was estimated.
 
@@ -27,20 +27,24 @@ from typing import Any, Literal
 
 import jax
 
-from flashjax.backend import Device
+from flashjax.backend import Backend, Device
 from flashjax.bind import Arguments, bind
+from flashjax.kernels.hopper import BACKEND as HOPPER
+from flashjax.kernels.hopper.config import guards, shared_memory
 from flashjax.kernels.triton import BACKEND, config
 from flashjax.kernels.triton.config import ForwardConfig
 from flashjax.spec import Operands, Spec
 from flashjax.tuning.table import plain
 from scripts.deviceless import TARGETS, Compiler, Measured, toolkit
 
-Pass = Literal["forward", "query", "key"]
-PASSES: tuple[Pass, ...] = ("forward", "query", "key")
+# Of Triton's kernels, and the forward of Hopper's.
+Pass = Literal["forward", "query", "key", "mosaic"]
+PASSES: tuple[Pass, ...] = ("forward", "query", "key", "mosaic")
 WANTED: dict[Pass, frozenset[str]] = {
     "forward": frozenset(),
     "query": frozenset({"query"}),
     "key": frozenset({"key", "value"}),
+    "mosaic": frozenset(),
 }
 NEED = {"forward": config.forward_need, "query": config.query_need, "key": config.key_need}
 MASKS = ("causal", "none", "packed")
@@ -50,13 +54,14 @@ HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 # unless asked for, on one capability alone.
 ODD_HEAD_DIMS = ((96, 96), (192, 128))
 RARE_MASKS = ("packed",)
-LENGTH, HEADS = 2048, 8
+LENGTH, HEADS = 4096, 8
 # Bytes a thread. The fastest configurations measured at H 128 spill up to 236, outside their loops.
 # The smallest tile there is, where nothing else fits, may spill more (float32 at H 256).
 SPILL_LIMIT = 256
 SMALLEST_SPILL_LIMIT = 448
 # The second walk of such masks, which only a NaN starts, spills besides (docs/kernel-notes.md).
 GUARDED_SPILL_LIMIT = 1024
+HOPPER_GUARDED_SPILL_LIMIT = 256
 SECONDS = 120.0
 
 
@@ -90,6 +95,10 @@ class Call:
     def offered(self, name: Pass) -> Iterator[Any]:
         """The configurations of one pass, each once: the backward's pairs repeat some."""
         device = Device("cuda", TARGETS[self.capability].kind, self.capability)
+        if name == "mosaic":
+            fits = HOPPER.unsupported(self.spec, device) is None
+            yield from HOPPER.configs(self.spec, device) if fits else ()
+            return
         seen = set()
         for c in BACKEND.configs(self.spec, device, backward=name != "forward"):
             part: Any = c.query if name == "query" else c  # type: ignore[attr-defined]
@@ -110,6 +119,8 @@ class Program:
     @property
     def estimate(self) -> int:
         """Bytes of shared memory."""
+        if self.name == "mosaic":
+            return shared_memory(self.call.spec, self.config)
         sizes = config.Sizes.of(self.call.spec, self.call.capability)
         return int(NEED[self.name](self.config, sizes).shared)
 
@@ -117,8 +128,9 @@ class Program:
         """What to compile, and the shapes that it takes."""
         spec = dataclasses.replace(self.call.spec, wanted=WANTED[self.name])
         made = self.config
-        if self.name == "forward":
-            return lambda operands: BACKEND.forward(spec, made, operands), (spec.shapes,)
+        if self.name in ("forward", "mosaic"):
+            backend: Backend = HOPPER if self.name == "mosaic" else BACKEND
+            return lambda operands: backend.forward(spec, made, operands), (spec.shapes,)
         if self.name == "query":
             made = config.BackwardConfig(**plain(made), query=made)
 
@@ -145,7 +157,7 @@ def programs(chosen: argparse.Namespace) -> Iterator[Program]:
             and dims[0] in head_dims
         ):
             call = Call(capability, dtype, *dims, mask, chosen.group)
-            for made in given or call.offered(name):
+            for made in (name != "mosaic" and given) or call.offered(name):
                 if name == "key" and given:
                     made = config.BackwardConfig(**plain(made), query=made)
                 yield Program(call, name, made)
@@ -202,7 +214,7 @@ class Worker:
 
 
 HEADER = (
-    f"{'cc':>4} {'dtype':8} {'H':>7} {'mask':6} {'pass':7} {'configuration':32} {'regs':>4} "
+    f"{'cc':>4} {'dtype':8} {'H':>7} {'mask':6} {'pass':7} {'configuration':48} {'regs':>4} "
     f"{'stack':>5} {'spill':>5} {'shared':>6} {'estimate':>8} {'s':>5}  fault"
 )
 
@@ -213,7 +225,9 @@ def fault(program: Program, found: Measured) -> str | None:
         return found.error
     faults = []
     limit = SPILL_LIMIT
-    if program.call.mask in RARE_MASKS:
+    if program.name == "mosaic":
+        limit = HOPPER_GUARDED_SPILL_LIMIT if guards(program.call.spec) else 0
+    elif program.call.mask in RARE_MASKS:
         limit = GUARDED_SPILL_LIMIT
     elif plain(program.config) == plain(ForwardConfig(*config.SMALLEST)):
         limit = SMALLEST_SPILL_LIMIT
@@ -235,7 +249,7 @@ def row(program: Program, found: Measured) -> str:
         numbers = f"{'–':>4} {'–':>5} {'–':>5} {'–':>6}"
     return (
         f"{call.capability:>4} {call.dtype:8} {dims:>7} {call.mask:6} {program.name:7} "
-        f"{sizes:32} {numbers} {program.estimate:8} {found.seconds:5.1f}  "
+        f"{sizes:48} {numbers} {program.estimate:8} {found.seconds:5.1f}  "
         f"{fault(program, found) or ''}"
     ).rstrip()
 

@@ -123,10 +123,20 @@ def read_ptxas(text: str) -> dict[str, Kernel]:
     return found
 
 
+# The compiler gave up letting products of a warpgroup run beside other instructions.
+SERIALISED = re.compile(r".*\(C75\d\d\).*|.*wgmma.*serializ.*")
+
+
 def read_thunks(text: str) -> dict[str, int]:
     """Bytes of shared memory by kernel, from XLA's dump of its thunks."""
     rows = re.finditer(r"kCustomKernel \[.*?\] (\S+) grid.*?shared_memory: (\d+) bytes", text)
     return {row[1]: int(row[2]) for row in rows}
+
+
+def read_resources(text: str) -> int:
+    """Bytes of shared memory, from Mosaic GPU's dump of a kernel's resources."""
+    found = re.search(r"smem_scratch_bytes=(\d+)", text)
+    return int(found[1]) if found else 0
 
 
 def toolkit() -> Path:
@@ -160,6 +170,11 @@ class Compiler:
 
     def __init__(self, folder: Path) -> None:
         self._dump, self._log = folder / "dump", folder / "ptxas"
+        # Mosaic GPU has a ptxas of its own, and ways of its own to tell.
+        self._mosaic = folder / "mosaic"
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(self._mosaic)
+        for what in ("PTXAS", "RESOURCES"):
+            os.environ[f"MOSAIC_GPU_DUMP_{what}"] = "1"
         cuda, stand_in = toolkit(), folder / "cuda"
         (stand_in / "bin").mkdir(parents=True)
         for name in ("nvvm", "lib", "include"):
@@ -179,7 +194,7 @@ class Compiler:
         self, capability: str, function: Callable[..., Any], shapes: Sequence[Any]
     ) -> Measured:
         """Compiles a function of one kernel, whose name begins with `flashjax_`."""
-        for folder in (self._dump, self._log):
+        for folder in (self._dump, self._log, self._mosaic):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
         begin = time.perf_counter()
@@ -189,6 +204,11 @@ class Compiler:
             said = " ".join(str(error).split()) or repr(error)
             return Measured(seconds=time.perf_counter() - begin, error=said)
         seconds = time.perf_counter() - begin
+        for path in self._mosaic.glob("*.ptxas"):
+            kernel = next(iter(read_ptxas(words := path.read_text()).values()))
+            taken = read_resources(path.with_suffix(".resources.txt").read_text())
+            slow = SERIALISED.search(words)
+            return Measured(*kernel, taken, seconds, f"ptxas: {slow[0]}" if slow else None)
         kernels: dict[str, Kernel] = {}
         for path in self._log.iterdir():
             kernels |= read_ptxas(path.read_text())
