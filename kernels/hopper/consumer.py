@@ -110,8 +110,6 @@ class Rows:
             return self._walk(q, acc)
 
         found: Sums = pl.run_scoped(run, plgpu.ACC((ROWS, self.value_dim), jnp.float32))
-        if not self.call.config.query_in_registers:
-            self._free_query()
         return found
 
     def _walk(self, q: Any, out_acc: Any) -> Sums:
@@ -174,6 +172,8 @@ class Rows:
         for masked, begin, end in walk.loops():
             carry = lax.fori_loop(begin, end, functools.partial(step, masked=masked), carry)
         m, l, p = carry
+        if not self.call.config.query_in_registers:
+            self._free_query()
         last = slot(walk.count - 1)
         plgpu.barrier_wait(refs.v_bar.full.at[last])
         plgpu.wgmma(out_acc, p, refs.v.at[last])
