@@ -30,22 +30,31 @@ class ForwardConfig(backend.Config):
     """`rows` are 64 for each consumer warpgroup.
 
     `programs`: 0 for one an item (a block of rows of a head), else so many that share them out.
-    `heads`: how many heads' items lie beside one another in the order.
+    `heads`: how many heads' items lie beside one another in the order. `ahead`: a program's items
+    overlap, with memory for the queries of two.
     """
 
     stages: int
     query_in_registers: bool
     programs: int
     heads: int
+    ahead: bool = False
 
     @property
     def consumers(self) -> int:
         return self.rows // ROWS
 
+    @property
+    def queries(self) -> int:
+        """Items whose queries there is memory for."""
+        return 2 if self.ahead else 1
+
     def __str__(self) -> str:
         query = ", Q in registers" if self.query_in_registers else ""
         programs = f", {self.programs} programs" if self.programs else ""
-        return f"{super().__str__()}, {self.stages} stages{query}{programs}, heads by {self.heads}"
+        ahead = ", ahead" if self.ahead else ""
+        stages = f", {self.stages} stages"
+        return f"{super().__str__()}{stages}{query}{programs}{ahead}, heads by {self.heads}"
 
 
 def padded_head_dim(dim: int) -> int:
@@ -62,6 +71,11 @@ def guards(spec: Spec) -> bool:
     """Whether columns that no row sees, perhaps NaN, can lie in a tile that is visited."""
     _, columns = hides(spec.shapes.mask, spec.rows, spec.columns)
     return columns or spec.shapes.bias is not None
+
+
+def reduction_scratch(spec: Spec) -> int:
+    """Bytes by which warps add up along columns; along rows each warp is by itself."""
+    return 2048 if guards(spec) else 0
 
 
 def apart(spec: Spec, config: ForwardConfig) -> bool:
@@ -84,16 +98,16 @@ def _bytes(spec: Spec, config: ForwardConfig, *, separate: bool) -> int:
     rows, columns = config.rows, config.columns
     item = jnp.dtype(spec.dtype).itemsize
     parts = [
-        rows * head * item,
+        rows * head * item * config.queries,
         config.stages * columns * head * item,
         config.stages * columns * value * item,
         rows * value * item * separate,
         4 * rows,
         4 * columns * config.consumers * guards(spec),
-        0,  # barriers
-        0,  # where it begins
+        reduction_scratch(spec),
+        ALIGNMENT,  # barriers
     ]
-    return sum(max(1, -(-part // ALIGNMENT)) * ALIGNMENT for part in parts)
+    return sum(-(-part // ALIGNMENT) * ALIGNMENT for part in parts)
 
 
 class Tiles(NamedTuple):
@@ -136,9 +150,11 @@ def forward_configs(spec: Spec, kind: str) -> tuple[ForwardConfig, ...]:
         if (tiles.plain and not plain) or (guarded and not walks):
             continue
         programs = PROGRAMS_PCIE if "PCIe" in kind else PROGRAMS
-        for many in (programs, 0) if items > programs and not guarded else (0,):
+        shared = [(programs, True), (programs, False)] if items > programs and not guarded else []
+        for many, ahead in (*shared, (0, False)):
             sizes = tiles.rows, tiles.columns, tiles.stages, tiles.in_registers
-            config = ForwardConfig(*sizes, many, math.gcd(8, members))
-            if shared_memory(spec, config) <= SHARED_MEMORY:
+            config = ForwardConfig(*sizes, many, math.gcd(8, members), ahead)
+            fits = shared_memory(spec, config) <= SHARED_MEMORY
+            if fits and not (ahead and tiles.in_registers):
                 found.append(config)
     return tuple(found)

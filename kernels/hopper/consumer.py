@@ -20,7 +20,7 @@ from flashjax.kernels.hopper.config import (
     padded_head_dim,
     swizzle_elements,
 )
-from flashjax.kernels.hopper.items import Place
+from flashjax.kernels.hopper.items import Following, Place
 from flashjax.kernels.hopper.refs import Call, Refs
 from flashjax.kernels.hopper.tile import ROW, TILE
 from flashjax.kernels.hopper.vote import any_of_warp, any_of_warpgroup
@@ -40,6 +40,17 @@ class Sums(NamedTuple):
     l: jax.Array
 
 
+class Pending(NamedTuple):
+    """After a tile: maxima and sums as in `Sums`, and its weights, which have yet to meet V."""
+
+    m: jax.Array
+    l: jax.Array
+    p: jax.Array
+
+    def rounded(self, dtype: Any) -> Pending:
+        return self._replace(p=self.p.astype(dtype))
+
+
 class Weighed(NamedTuple):
     """A tile's exponentials under the maxima `m`, and what those make of earlier sums."""
 
@@ -52,34 +63,42 @@ class Weighed(NamedTuple):
 class Rows:
     """The 64 rows of one item that are this warpgroup's."""
 
-    def __init__(self, call: Call, refs: Refs, warpgroup: Any, place: Place, before: Any) -> None:
+    def __init__(
+        self, call: Call, refs: Refs, warpgroup: Any, place: Place, i: Any, before: Any
+    ) -> None:
+        """`i` counts the program's items, `before` the steps of those before this one."""
         self.call, self.refs, self.warpgroup, self.place = call, refs, warpgroup, place
-        self.before = before  # steps of earlier items
+        self.before, self.buffer = before, call.buffer(i)
         block, head, batch = place
         self.mine = pl.ds(warpgroup * ROWS, ROWS)
-        self.first = block * call.config.rows + warpgroup * ROWS
+        self.first_row = block * call.config.rows + warpgroup * ROWS
         self.walk: Walk = call.walker.at(refs.path, (batch, head), block)
         self.reader: Reader = call.scorer.at(refs.own, (batch, head))
         self.value_dim = padded_head_dim(call.spec.value_dim)
 
     def query(self) -> Any:
         """What the products take as Q."""
-        plgpu.barrier_wait(self.refs.q_bar.full)
-        q = self.refs.q.at[self.mine]
+        q = self.refs.q.at[self.buffer, self.mine]
         if self.call.config.query_in_registers:
             q = plgpu.load(q, layout=TILE)
             plgpu.commit_smem()  # TMA may write there next
-            self._free_query()
+            self.free_query()
         return q
 
-    def _free_query(self) -> None:
-        """Lets the next item's queries come, unless O has yet to leave through their memory."""
+    def await_query(self) -> None:
+        plgpu.barrier_wait(self.refs.q_bar.full.at[self.buffer])
+
+    def free_query(self) -> None:
+        """Lets later queries come, unless O has yet to leave through their memory."""
         if self.call.items.shared and apart(self.call.spec, self.call.config):
-            plgpu.barrier_arrive(self.refs.q_bar.empty)
+            plgpu.barrier_arrive(self.refs.q_bar.empty.at[self.buffer])
+
+    def slot(self, t: Any) -> Any:
+        return self.call.slot(self.before + t)
 
     def tile(self, t: Any) -> Tile:
         columns = self.call.config.columns
-        return Tile(self.first, self.walk.tile(t) * columns, ROWS, columns)
+        return Tile(self.first_row, self.walk.tile(t) * columns, ROWS, columns)
 
     def weigh(self, scored: Scored, tile: Tile, m_before: jax.Array) -> Weighed:
         unit, scores = self.call.scorer.unit, scored.scores
@@ -103,41 +122,44 @@ class Rows:
         found: jax.Array = pl.run_scoped(with_acc, plgpu.ACC(shape, jnp.float32))
         return found
 
-    def walked(self, q: Any) -> Sums:
-        """The sums over all tiles of the walk."""
+    def first(self, q: Any) -> Pending:
+        """The first tile's weights."""
+        start = self.slot(jnp.int32(0))
+        plgpu.barrier_wait(self.refs.k_bar.full.at[start])
 
-        def run(acc: Any) -> Sums:
-            return self._walk(q, acc)
-
-        found: Sums = pl.run_scoped(run, plgpu.ACC((ROWS, self.value_dim), jnp.float32))
-        return found
-
-    def _walk(self, q: Any, out_acc: Any) -> Sums:
-        refs, walk, dtype = self.refs, self.walk, self.call.spec.dtype
-        interpreted = self.call.interpret is not None
-
-        def slot(t: Any) -> Any:
-            return self.call.slot(self.before + t)
-
-        start = slot(jnp.int32(0))
-        plgpu.barrier_wait(refs.k_bar.full.at[start])
-
-        def first(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, q, refs.k.at[start].transpose((1, 0)))
+        def products(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, q, self.refs.k.at[start].transpose((1, 0)))
             return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-        found = self.products(first)
-        plgpu.barrier_arrive(refs.k_bar.empty.at[start])
-        tile = self.tile(jnp.int32(0))
-        weighed = self.weigh(
-            self.reader.score(found, tile, self.call.walker.masks_first), tile, self.none()
-        )
-        out_acc[...] = self.zeros(ROWS, self.value_dim)
-        pl.when(walk.count > 1)(lambda: plgpu.barrier_wait(refs.k_bar.full.at[slot(jnp.int32(1))]))
+        return self._first_of(self.products(products))
 
-        def step(t: Any, carry: Any, masked: bool) -> Any:
+    def _first_of(self, products: jax.Array) -> Pending:
+        plgpu.barrier_arrive(self.refs.k_bar.empty.at[self.slot(jnp.int32(0))])
+        tile = self.tile(jnp.int32(0))
+        scored = self.reader.score(products, tile, self.call.walker.masks_first)
+        m, _, p, total = lax.optimization_barrier(self.weigh(scored, tile, self.none()))
+        self._await_key(jnp.int32(1))
+        return Pending(m, total, p)
+
+    def _await_key(self, t: Any) -> None:
+        """Waits for a step's keys before the products in flight are waited for.
+
+        It keeps the compiler from waiting for P·V before the exponentials.
+        """
+
+        @pl.when(t < self.walk.count)
+        def _() -> None:
+            plgpu.barrier_wait(self.refs.k_bar.full.at[self.slot(t)])
+
+    def steps(self, q: Any, out_acc: Any, pending: Pending) -> Pending:
+        """From the first tile's weights to the last one's; `out_acc` has O of those before it."""
+        refs, dtype = self.refs, self.call.spec.dtype
+        interpreted = self.call.interpret is not None
+        out_acc[...] = self.zeros(ROWS, self.value_dim)
+
+        def step(t: Any, carry: Pending, masked: bool) -> Pending:
             m_before, l, p = carry
-            here, last = slot(t), slot(t - 1)
+            here, last = self.slot(t), self.slot(t - 1)
 
             def products(acc: Any) -> jax.Array:
                 plgpu.wgmma(acc, q, refs.k.at[here].transpose((1, 0)))
@@ -150,12 +172,7 @@ class Rows:
             tile = self.tile(t)
             weighed = self.weigh(self.reader.score(found, tile, masked), tile, m_before)
             m, alpha, p, total = lax.optimization_barrier(weighed)
-
-            # A wait for a barrier keeps the compiler from waiting for P·V before the exponentials.
-            @pl.when(t + 1 < walk.count)
-            def _() -> None:
-                plgpu.barrier_wait(refs.k_bar.full.at[slot(t + 1)])
-
+            self._await_key(t + 1)
             out = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
             plgpu.barrier_arrive(refs.v_bar.empty.at[last])
             p = p.astype(dtype)
@@ -166,20 +183,42 @@ class Rows:
             moved = any_of_warp(m != m_before, interpreted=interpreted)
             out, l = lax.cond(moved, rescaled, lambda out, l: (out, l), out, l)
             out_acc[...] = out
-            return m, l + total, p
+            return Pending(m, l + total, p)
 
-        carry = (weighed.m, weighed.total, weighed.p.astype(dtype))
-        for masked, begin, end in walk.loops():
+        carry = pending.rounded(dtype)
+        for masked, begin, end in self.walk.loops():
             carry = lax.fori_loop(begin, end, functools.partial(step, masked=masked), carry)
-        m, l, p = carry
         if not self.call.config.query_in_registers:
-            self._free_query()
-        last = slot(walk.count - 1)
-        plgpu.barrier_wait(refs.v_bar.full.at[last])
-        plgpu.wgmma(out_acc, p, refs.v.at[last])
+            self.free_query()
+        return carry
+
+    def last(self, out_acc: Any, pending: Pending) -> jax.Array:
+        """O, with the last tile's P·V."""
+        last = self.slot(self.walk.count - 1)
+        plgpu.barrier_wait(self.refs.v_bar.full.at[last])
+        plgpu.wgmma(out_acc, pending.p, self.refs.v.at[last])
+        out = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
+        plgpu.barrier_arrive(self.refs.v_bar.empty.at[last])
+        return out
+
+    def hand_over(
+        self, following: Rows, out_acc: Any, pending: Pending
+    ) -> tuple[jax.Array, Pending]:
+        """The same, while the first tile of the following item is scored."""
+        refs, last, start = self.refs, self.slot(self.walk.count - 1), following.slot(jnp.int32(0))
+        following.await_query()
+        plgpu.barrier_wait(refs.k_bar.full.at[start])
+
+        def products(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, following.query(), refs.k.at[start].transpose((1, 0)))
+            plgpu.barrier_wait(refs.v_bar.full.at[last])
+            plgpu.wgmma(out_acc, pending.p, refs.v.at[last])
+            return plgpu.wgmma_accumulator_load(acc, wait_n=1)
+
+        found = following._first_of(self.products(products))
         out = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
         plgpu.barrier_arrive(refs.v_bar.empty.at[last])
-        return Sums(out, m, l)
+        return out, found.rounded(self.call.spec.dtype)
 
     def guarded(self, q: Any, sums: Sums) -> Sums:
         """The sums, found once more, and slowly, if they came out NaN.
@@ -257,39 +296,80 @@ class Rows:
         spec, (_, head, batch) = call.spec, self.place
         sink = None
         if spec.shapes.sinks is not None:
-            whole = Tile(self.first, 0, ROWS, call.config.columns)
+            whole = Tile(self.first_row, 0, ROWS, call.config.columns)
             sink = self.reader.load("sinks", whole).astype(jnp.float32)
         running = softmax.Running(sums.m, sums.l.sum(axis=1))
         factor, lse = softmax.finish_base2(running, sink)
         separate = apart(spec, call.config)
-        buffer = (refs.o if separate else refs.q).at[self.mine]
+        buffer = refs.o.at[self.mine] if separate else refs.q.at[self.buffer, self.mine]
         if call.items.shared and separate:  # the item before is out
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffer[...] = (sums.out * spread(factor, sums.out.shape)).astype(spec.dtype)
         refs.l.at[self.mine][...] = lse
         plgpu.commit_smem()
-        rows = pl.ds(self.first, ROWS)
+        rows = pl.ds(self.first_row, ROWS)
         plgpu.copy_smem_to_gmem(buffer, refs.out.at[batch, rows, head, call.value_dims])
         plgpu.copy_smem_to_gmem(refs.l.at[self.mine], refs.lse.at[batch, head, rows])
         if call.items.shared and not separate:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(refs.q_bar.empty)
+            plgpu.barrier_arrive(refs.q_bar.empty.at[self.buffer])
 
 
 def consume(call: Call, refs: Refs, warpgroup: Any) -> None:
     """Takes each item of the program."""
-    if call.config.consumers in REGISTERS:
-        plgpu.set_max_registers(REGISTERS[call.config.consumers][0], action="increase")
+    config, spec = call.config, call.spec
+    if config.consumers in REGISTERS:
+        plgpu.set_max_registers(REGISTERS[config.consumers][0], action="increase")
 
-    def item(_: Any, place: Place, before: Any) -> Any:
-        rows = Rows(call, refs, warpgroup, place, before)
+    def run(out_acc: Any) -> None:
+        if call.ahead:
+            _overlapping(call, refs, warpgroup, out_acc)
+        else:
+            _one_by_one(call, refs, warpgroup, out_acc)
+
+    pl.run_scoped(run, plgpu.ACC((ROWS, padded_head_dim(spec.value_dim)), jnp.float32))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _one_by_one(call: Call, refs: Refs, warpgroup: Any, out_acc: Any) -> None:
+    def item(i: Any, place: Place, _: Any, before: Any) -> Any:
+        rows = Rows(call, refs, warpgroup, place, i, before)
+        rows.await_query()
         q = rows.query()
-        sums = rows.walked(q)
+        m, l, p = rows.steps(q, out_acc, rows.first(q))
+        sums = Sums(rows.last(out_acc, Pending(m, l, p)), m, l)
         rows.finish(rows.guarded(q, sums))
         return before + rows.walk.count
 
-    call.items.each(refs.items, item, jnp.int32(0))
-    plgpu.wait_smem_to_gmem(0)
+    call.items.each(refs.items, item, lambda _: jnp.int32(0))
+
+
+def _overlapping(call: Call, refs: Refs, warpgroup: Any, out_acc: Any) -> None:
+    """Scores the first tile of an item while the last one of the item before meets V."""
+
+    def enter(place: Place) -> Any:
+        rows = Rows(call, refs, warpgroup, place, jnp.int32(0), jnp.int32(0))
+        rows.await_query()
+        return jnp.int32(0), rows.first(rows.query()).rounded(call.spec.dtype)
+
+    def item(i: Any, place: Place, following: Following, carry: Any) -> Any:
+        before, pending = carry
+        rows = Rows(call, refs, warpgroup, place, i, before)
+        m, l, p = rows.steps(rows.query(), out_acc, pending)
+        after = before + rows.walk.count
+
+        def more() -> Any:
+            later = Rows(call, refs, warpgroup, following.place, i + 1, after)
+            return rows.hand_over(later, out_acc, Pending(m, l, p))
+
+        def end() -> Any:
+            return rows.last(out_acc, Pending(m, l, p)), Pending(m, l, p)
+
+        out, pending = lax.cond(following.exists, more, end)
+        rows.finish(Sums(out, m, l))
+        return after, pending
+
+    call.items.each(refs.items, item, enter)
 
 
 def spread(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -20,6 +20,7 @@ from flashjax.kernels.hopper.config import (
     apart,
     guards,
     padded_head_dim,
+    reduction_scratch,
     swizzle_elements,
 )
 from flashjax.kernels.hopper.consumer import consume
@@ -65,7 +66,9 @@ def forward(
         grid_names=("program",),
         num_threads=config.consumers + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=reduction_scratch(spec)
+        ),
         interpret=interpret,
         kernel_name="flashjax_forward",
     )(
@@ -93,16 +96,15 @@ def scratch(spec: Spec, config: ForwardConfig) -> list[Any]:
     def pair(**kwargs: Any) -> Barriers:
         return Barriers(plgpu.Barrier(**kwargs), plgpu.Barrier(num_arrivals=consumers, **kwargs))
 
-    unused = plgpu.SMEM((8,), jnp.float32)
     return [
-        tiles(config.rows, head),
+        tiles(config.queries, config.rows, head),
         tiles(stages, config.columns, head),
         # A product over columns takes whole swizzled tiles of them.
         tiles(stages, config.columns, value, depth=config.columns),
-        tiles(config.rows, value) if apart(spec, config) else unused,
+        tiles(config.rows, value) if apart(spec, config) else None,
         plgpu.SMEM((config.rows,), jnp.float32),
-        plgpu.SMEM((consumers, config.columns), jnp.float32) if guards(spec) else unused,
-        pair(),
+        plgpu.SMEM((consumers, config.columns), jnp.float32) if guards(spec) else None,
+        pair(num_barriers=config.queries),
         pair(num_barriers=stages),
         pair(num_barriers=stages),
         plgpu.Barrier(num_arrivals=consumers),
@@ -116,14 +118,18 @@ def produce(call: Call, refs: Refs) -> None:
     if config.consumers in REGISTERS:
         plgpu.set_max_registers(REGISTERS[config.consumers][1], action="decrease")
 
-    def item(i: Any, place: Place, before: Any) -> Any:
+    def item(i: Any, place: Place, _following: Any, carry: Any) -> Any:
+        before = carry[1]
         block, head, batch = place
         walk = walker.at(refs.path, (batch, head), block)
+        buffer = call.buffer(i)
         if call.items.shared:
-            pl.when(i > 0)(lambda: plgpu.barrier_wait(refs.q_bar.empty))
+            pl.when(i >= config.queries)(lambda: plgpu.barrier_wait(refs.q_bar.empty.at[buffer]))
         rows = pl.ds(block * config.rows, config.rows)
         plgpu.copy_gmem_to_smem(
-            refs.query.at[batch, rows, head, call.head_dims], refs.q, refs.q_bar.full
+            refs.query.at[batch, rows, head, call.head_dims],
+            refs.q.at[buffer],
+            refs.q_bar.full.at[buffer],
         )
 
         @pl.loop(0, walk.count)
@@ -142,15 +148,24 @@ def produce(call: Call, refs: Refs) -> None:
 
                 plgpu.copy_gmem_to_smem(ref.at[*at, dims], buffer.at[slot], full.at[slot])
 
-        return before + walk.count
+        return i + 1, before + walk.count
 
-    steps = call.items.each(refs.items, item, jnp.int32(0))
-    if call.interpret is not None:  # its barriers want every completion observed
-        if call.items.shared:
-            plgpu.barrier_wait(refs.q_bar.empty)
-        for i in range(config.stages):
+    start = jnp.int32(0), jnp.int32(0)
+    items, steps = call.items.each(refs.items, item, lambda _: start)
+    if call.interpret is not None:
+        _observe(call, refs, items, steps)
 
-            @pl.when(i < steps)
-            def _(i: int = i) -> None:
-                plgpu.barrier_wait(refs.k_bar.empty.at[i])
-                plgpu.barrier_wait(refs.v_bar.empty.at[i])
+
+def _observe(call: Call, refs: Refs, items: Any, steps: Any) -> None:
+    """JAX's interpreter wants a thread that waits on a barrier to see all of its completions."""
+    config = call.config
+    for empty, used, count in (
+        (refs.q_bar.empty, items if call.items.shared else 0, config.queries),
+        (refs.k_bar.empty, steps, config.stages),
+        (refs.v_bar.empty, steps, config.stages),
+    ):
+        for slot in range(count):
+
+            @pl.when(slot < used)
+            def _(empty: Any = empty, slot: int = slot) -> None:
+                plgpu.barrier_wait(empty.at[slot])

@@ -26,6 +26,13 @@ class Place(NamedTuple):
     batch: Any
 
 
+class Following(NamedTuple):
+    """The item after one, where there is one."""
+
+    place: Place
+    exists: Any
+
+
 class Items:
     """The items of a call: `heads` heads beside one another, their last blocks first.
 
@@ -70,16 +77,28 @@ class Items:
         n = jnp.int32(self._spec.heads)
         return Place(block, lax.rem(member, n), lax.div(member, n))
 
-    def each(self, refs: Any, body: Callable[[Any, Place, Any], Any], carry: Any) -> Any:
-        """``body(i, place, carry)`` for each of this program's items, i counting them."""
+    def each(
+        self,
+        refs: Any,
+        body: Callable[[Any, Place, Following, Any], Any],
+        enter: Callable[[Place], Any],
+    ) -> Any:
+        """``body(i, place, following, carry)`` for each of this program's items, i counting them.
+
+        The carry begins as ``enter(place)`` of the first.
+        """
         program = lax.axis_index("program")
         if not self.shared:
-            return body(jnp.int32(0), self.place(program), carry)
+            place = self.place(program)
+            return body(jnp.int32(0), place, Following(place, False), enter(place))
         (table,) = refs
+        count, first = table[program, 0], table[program, 1]
 
         def one(i: Any, c: Any) -> Any:
             item, carry = c
-            following = table[program, i + 2]  # its way here is long
-            return following, body(i, self.place(item), carry)
+            later = table[program, i + 2]  # its way here is long
+            following = Following(self.place(later), i + 1 < count)
+            return later, body(i, self.place(item), following, carry)
 
-        return lax.fori_loop(jnp.int32(0), table[program, 0], one, (table[program, 1], carry))[1]
+        start = (first, enter(self.place(first)))
+        return lax.fori_loop(jnp.int32(0), count, one, start)[1]

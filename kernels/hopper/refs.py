@@ -76,6 +76,15 @@ class Call:
     def value_dims(self) -> Any:
         return _all_of(self.spec.value_dim)
 
+    @property
+    def ahead(self) -> bool:
+        """Whether an item begins before the one before it ends."""
+        return self.config.ahead and self.items.shared
+
+    def buffer(self, i: Any) -> Any:
+        """Where the i-th item's queries lie."""
+        return lax.rem(i, jnp.int32(self.config.queries))
+
     def columns(self, tile: Any) -> Any:
         return pl.ds(tile * self.config.columns, self.config.columns)
 
