@@ -12,7 +12,6 @@ from flashjax.backend import Config, Device, OtherDevice
 from flashjax.kernels.functions import unknown_function
 from flashjax.kernels.hopper.config import (
     CAPABILITY,
-    TMA_BYTES,
     ForwardConfig,
     forward_configs,
 )
@@ -74,10 +73,6 @@ BACKEND = Hopper()
 def _wrong_operands(spec: Spec) -> str | None:
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return f"query has dtype {spec.dtype}; the kernels take bfloat16 and float16"
-    whole = TMA_BYTES // jnp.dtype(spec.dtype).itemsize
-    for name, dim in (("query", spec.head_dim), ("value", spec.value_dim)):
-        if dim % whole:
-            return f"{name} has head dim {dim}; the kernels take multiples of {whole}"
     rest = dataclasses.replace(spec.shapes, query=None, key=None, value=None)
     for leaf in jax.tree.leaves(rest, is_leaf=is_blocked):
         if is_blocked(leaf):

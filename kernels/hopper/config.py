@@ -17,7 +17,7 @@ SHARED_MEMORY = 227 * 1024  # that one program can have
 ALIGNMENT = 1024
 ROWS = 64  # of a warpgroup: wgmma's M
 HEAD_DIMS = (64, 96, 128, 192, 256)  # as the tiles in shared memory have them
-TMA_BYTES = 16  # rows in global memory are whole multiples of it
+TMA_ELEMENTS = 8  # of 16 bits: rows in global memory are whole 16 bytes
 # Registers of a consumer's and of the producer's thread, by consumers; one consumer keeps what it
 # was launched with.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -58,8 +58,13 @@ class ForwardConfig(backend.Config):
 
 
 def padded_head_dim(dim: int) -> int:
-    """The head dim of tiles in shared memory; TMA fills them up with 0."""
+    """The head dim of tiles in shared memory; what is more than the array has is 0."""
     return next(size for size in HEAD_DIMS if dim <= size)
+
+
+def held_head_dim(dim: int) -> int:
+    """The head dim of arrays in global memory: TMA fills tiles up to 64, from whole 16 bytes."""
+    return dim if dim < HEAD_DIMS[0] and dim % TMA_ELEMENTS == 0 else padded_head_dim(dim)
 
 
 def swizzle_elements(*sizes: int) -> int:

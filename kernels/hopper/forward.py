@@ -19,6 +19,7 @@ from flashjax.kernels.hopper.config import (
     ForwardConfig,
     apart,
     guards,
+    held_head_dim,
     padded_head_dim,
     reduction_scratch,
     swizzle_elements,
@@ -53,12 +54,16 @@ def forward(
         pl.when(warpgroup == config.consumers)(lambda: produce(call, found))
         pl.when(warpgroup < config.consumers)(lambda: consume(call, found, warpgroup))
 
+    def held(x: jax.Array) -> jax.Array:
+        more = held_head_dim(x.shape[-1]) - x.shape[-1]
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, more)]) if more else x
+
     # TMA wants its rows in whole 16 bytes.
     lse_rows = -(-spec.rows // 4) * 4
     out, lse = plgpu.kernel(
         kernel,
         out_type=[
-            jax.ShapeDtypeStruct(spec.out.shape, spec.dtype),
+            jax.ShapeDtypeStruct((*spec.out.shape[:-1], held_head_dim(spec.value_dim)), spec.dtype),
             jax.ShapeDtypeStruct((spec.batch, spec.heads, lse_rows), jnp.dtype(jnp.float32)),
         ],
         scratch_types=scratch(spec, config),
@@ -72,14 +77,14 @@ def forward(
         interpret=interpret,
         kernel_name="flashjax_forward",
     )(
-        operands.query,
-        operands.key,
-        operands.value,
+        held(operands.query),
+        held(operands.key),
+        held(operands.value),
         *call.scorer.arrays,
         *walker.arrays,
         *call.items.arrays,
     )
-    return out, lse[..., : spec.rows]
+    return out[..., : spec.value_dim], lse[..., : spec.rows]
 
 
 def scratch(spec: Spec, config: ForwardConfig) -> list[Any]:

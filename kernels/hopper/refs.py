@@ -9,7 +9,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.kernels.hopper.config import ForwardConfig, padded_head_dim
+from flashjax.kernels.hopper.config import ForwardConfig, held_head_dim, padded_head_dim
 from flashjax.kernels.hopper.items import Items
 from flashjax.kernels.hopper.tile import Scorer
 from flashjax.kernels.hopper.walk import Walker
@@ -96,4 +96,5 @@ def _all_of(dim: int) -> Any:
     """A head dim as the tiles have it: TMA reads 0 past the end, and writes nothing there."""
     padded = padded_head_dim(dim)
     # Pallas takes a slice past the end where the start is not known.
-    return pl.ds(0 if padded == dim else lax.axis_index("program") * 0, padded)
+    begin = 0 if held_head_dim(dim) == padded else lax.axis_index("program") * 0
+    return pl.ds(begin, padded)

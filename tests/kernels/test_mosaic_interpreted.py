@@ -15,12 +15,13 @@ from flashjax.kernels.hopper.config import ForwardConfig, shared_memory
 from flashjax.kernels.hopper.items import Items
 from flashjax.kernels.hopper.replay import MOSAIC
 from flashjax.kernels.hopper.walk import Walker
-from flashjax.masks import Blocks, Causal, Mask
+from flashjax.masks import Blocks, BlockSparse, Causal, Mask
 from flashjax.spec import Spec
 from tests.features import build
 from tests.inputs import (
     BF16,
     F16,
+    F32,
     Case,
     Shape,
     arrays_of,
@@ -98,6 +99,7 @@ CONFIGS = {
     "queries in registers": (Shape(1, 300, 300, 2, 2, 64, 64), (128, 64, 2, True, 2, 1)),
     "output through Q": (Shape(1, 200, 100, 2, 2, 256, 256), (128, 64, 2, False, 2, 1)),
     "three consumers, a wide value": (Shape(1, 200, 150, 1, 1, 64, 96), (192, 96, 3, False, 0, 1)),
+    "head dims of no tile": (Shape(1, 150, 100, 2, 1, 80, 20), (128, 64, 2, False, 0, 1)),
     "a narrow value": (Shape(1, 200, 100, 1, 1, 192, 128), (128, 96, 2, False, 0, 1)),
 }
 
@@ -133,8 +135,8 @@ def test_what_is_hidden_never_arrives() -> None:
         assert same_bits(x, expected[name]), name
 
 
-def spec_of(rows: int, heads: int, batch: int, mask: Mask | None, **shape: Any) -> Spec:
-    x = jax.ShapeDtypeStruct((batch, rows, heads, shape.get("width", 64)), BF16)
+def spec_of(rows: int, heads: int, batch: int, mask: Mask | None, dtype: Any = BF16) -> Spec:
+    x = jax.ShapeDtypeStruct((batch, rows, heads, 64), dtype)
     found: list[Spec] = []
 
     def trace(q: jax.Array) -> None:
@@ -190,19 +192,12 @@ def test_a_configuration_is_offered_and_fits(width: int, value: int, mask: Any) 
         assert shared_memory(found[0], config) <= 227 * 1024
 
 
-REFUSED = {
-    "query has dtype float32; the kernels take bfloat16 and float16": {"dtype": "float32"},
-    "query has head dim 20; the kernels take multiples of 8": {"width": 20},
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_it_cannot_do_it_says(reason: str) -> None:
-    given = {"dtype": "bfloat16", "width": 64} | REFUSED[reason]
-    x = jax.ShapeDtypeStruct((1, 64, 2, given["width"]), given["dtype"])
-    found: list[Spec] = []
-    jax.eval_shape(lambda q: found.append(bind(q, q, q, Arguments()).spec), x)
-    assert BACKEND.unsupported(found[0], H200) == reason
+def test_what_it_cannot_do_it_says() -> None:
+    reason = BACKEND.unsupported(spec_of(64, 2, 1, None, F32), H200)
+    assert reason == "query has dtype float32; the kernels take bfloat16 and float16"
+    blocks = BlockSparse(np.ones((1, 1), bool), block_rows=64, block_columns=64)
+    reason = BACKEND.unsupported(spec_of(64, 2, 1, blocks), H200)
+    assert reason == "a mask of blocks of 64 × 64, which the kernels do not read"
 
 
 def test_devices_without_the_kernels() -> None:
