@@ -12,6 +12,7 @@ from flashjax.backend import Config, Device, OtherDevice
 from flashjax.kernels.functions import unknown_function
 from flashjax.kernels.hopper.config import (
     CAPABILITY,
+    ROWS,
     ForwardConfig,
     forward_configs,
 )
@@ -76,10 +77,12 @@ def _wrong_operands(spec: Spec) -> str | None:
     rest = dataclasses.replace(spec.shapes, query=None, key=None, value=None)
     for leaf in jax.tree.leaves(rest, is_leaf=is_blocked):
         if is_blocked(leaf):
-            return (
-                f"a mask of blocks of {leaf.block_rows} × {leaf.block_columns}, which the kernels "
-                "do not read"
-            )
+            if leaf.block_rows % ROWS or leaf.block_columns % ROWS:
+                return (
+                    f"mask has blocks of {leaf.block_rows} × {leaf.block_columns}; the kernels "
+                    f"take multiples of {ROWS}"
+                )
+            leaf = leaf.values
         if jnp.dtype(leaf.dtype).itemsize > 4:
             return f"an operand of a mask or a score has dtype {leaf.dtype}, of 64 bits"
     return None

@@ -6,11 +6,13 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from flashjax import backend
 from flashjax.masks.schedule import hides
 from flashjax.spec import Spec
+from flashjax.structure import is_blocked
 
 CAPABILITY = "9.0"
 SHARED_MEMORY = 227 * 1024  # that one program can have
@@ -130,15 +132,26 @@ class Tiles(NamedTuple):
 
 # By the larger of the padded head dims, best first.
 FORWARD: dict[int, tuple[Tiles, ...]] = {
-    64: (Tiles(128, 128, 2), Tiles(192, 128, 2, plain=True), Tiles(128, 192, 2, plain=True)),
-    96: (Tiles(128, 128, 2), Tiles(128, 192, 2, plain=True)),
+    64: (
+        Tiles(128, 128, 2), Tiles(192, 128, 2, plain=True), Tiles(128, 192, 2, plain=True),
+        Tiles(128, 64, 3),
+    ),
+    96: (Tiles(128, 128, 2), Tiles(128, 192, 2, plain=True), Tiles(128, 64, 3)),
     128: (
         Tiles(128, 128, 2), Tiles(128, 128, 2, in_registers=True, plain=True),
-        Tiles(128, 160, 2, plain=True),
+        Tiles(128, 160, 2, plain=True), Tiles(128, 64, 3),
     ),
     192: (Tiles(128, 96, 2, plain=True), Tiles(128, 64, 3), Tiles(128, 64, 2)),
     256: (Tiles(128, 64, 2),),
 }  # fmt: skip
+
+
+def _within_blocks(spec: Spec, columns: int) -> bool:
+    """Whether a consumer's tiles lie within the blocks of every operand that has some."""
+    leaves = jax.tree.leaves(spec.shapes.mask, is_leaf=is_blocked)
+    return all(
+        x.block_rows % ROWS == 0 and x.block_columns % columns == 0 for x in leaves if is_blocked(x)
+    )
 
 
 def forward_configs(spec: Spec, kind: str) -> tuple[ForwardConfig, ...]:
@@ -153,6 +166,8 @@ def forward_configs(spec: Spec, kind: str) -> tuple[ForwardConfig, ...]:
         # The slow walk takes a slot of the buffers for each consumer, and 64 columns at a time.
         walks = tiles.stages >= consumers and tiles.columns % ROWS == 0
         if (tiles.plain and not plain) or (guarded and not walks):
+            continue
+        if not _within_blocks(spec, tiles.columns):
             continue
         programs = PROGRAMS_PCIE if "PCIe" in kind else PROGRAMS
         shared = [(programs, True), (programs, False)] if items > programs and not guarded else []

@@ -9,12 +9,14 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from flashjax.kernels import tile
 from flashjax.kernels.hopper.replay import MOSAIC
 from flashjax.kernels.tile import Tile
 from flashjax.masks import Blocks
 from flashjax.spec import Operands, Spec
+from flashjax.structure import Blocked
 
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
@@ -25,7 +27,8 @@ class Leaf:
     """The shape of one rank-4 operand, its vectors as long as the tiles reach."""
 
     shape: tuple[int, ...]
-    boolean: bool  # held as int8
+    boolean: bool  # held as an integer
+    block: tuple[int, int] | None = None  # of `Blocked` values; tiles lie within one
 
     def load(self, ref: Any, at: Any, tile: Tile, spec: Spec) -> jax.Array:
         """The tile's values of batch member and head `at`; a scalar, or a full tile."""
@@ -36,6 +39,14 @@ class Leaf:
         lead = tuple(
             i if size != 1 else jnp.int32(0) for i, size in zip(at, self.shape[:2], strict=True)
         )
+        if self.block is not None:
+            starts = zip((tile.row, tile.column), self.block, self.shape[2:], strict=True)
+            # A tile may hang over the last row.
+            row, column = (
+                lax.min(lax.div(start, jnp.int32(size)), jnp.int32(count - 1))
+                for start, size, count in starts
+            )
+            return jnp.full(tile.shape, ref[*lead, row, column])
         of_rows, of_columns = self.shape[2] != 1, self.shape[3] != 1
         rows, columns = pl.ds(tile.row, tile.rows), pl.ds(tile.column, tile.columns)
         if of_rows and of_columns:
@@ -62,7 +73,12 @@ class Scorer(tile.Scorer):
     """The operands of a call whose tiles are of `rows` and `columns`."""
 
     def __init__(self, spec: Spec, operands: Operands, rows: Blocks, columns: Blocks) -> None:
-        def leaf(x: jax.Array) -> tuple[jax.Array, Leaf]:
+        def leaf(x: Any) -> tuple[jax.Array, Leaf]:
+            if isinstance(x, Blocked):
+                values, block = x.values, (x.block_rows, x.block_columns)
+                boolean = values.dtype == jnp.bool_
+                values = values.astype(jnp.int32) if boolean else values
+                return values, Leaf(values.shape, boolean, block)
             # A load in registers has no mask: what it may reach past the end is there, and hidden.
             pads = [(0, 0), (0, 0)]
             for size, blocks in zip(x.shape[2:], (rows, columns), strict=True):

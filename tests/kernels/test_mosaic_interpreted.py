@@ -111,6 +111,15 @@ def test_configurations(name: str) -> None:
     made.judge.hold(forward(made, ForwardConfig(*numbers)))
 
 
+def test_blocks_that_hold_whole_tiles() -> None:
+    shape = Shape(1, 200, 300, 2, 1, 64, 64)
+    blocks = np.random.default_rng(3).random((1, 2, 4, 3)) < 0.5
+    keep = np.repeat(np.repeat(blocks, 64, 2), 128, 3)[..., : shape.T, : shape.S]
+    mask = BlockSparse(blocks, block_rows=64, block_columns=128)
+    made = case(shape, BF16, arguments={"mask": mask}, options={"keep": keep})
+    made.judge.hold(forward(made, ONE_AN_ITEM))
+
+
 def test_one_row_and_less_than_a_tile() -> None:
     made = case(Shape(2, 1, 5, 2, 1, 64, 64), BF16)
     made.judge.hold(forward(made, ONE_AN_ITEM))
@@ -195,9 +204,9 @@ def test_a_configuration_is_offered_and_fits(width: int, value: int, mask: Any) 
 def test_what_it_cannot_do_it_says() -> None:
     reason = BACKEND.unsupported(spec_of(64, 2, 1, None, F32), H200)
     assert reason == "query has dtype float32; the kernels take bfloat16 and float16"
-    blocks = BlockSparse(np.ones((1, 1), bool), block_rows=64, block_columns=64)
+    blocks = BlockSparse(np.ones((2, 1), bool), block_rows=32, block_columns=64)
     reason = BACKEND.unsupported(spec_of(64, 2, 1, blocks), H200)
-    assert reason == "a mask of blocks of 64 × 64, which the kernels do not read"
+    assert reason == "mask has blocks of 32 × 64; the kernels take multiples of 64"
 
 
 def test_devices_without_the_kernels() -> None:
