@@ -7,6 +7,7 @@ Else a list of tile indices a block, made from verdicts. Tiles ascend and none c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -188,6 +189,7 @@ def size_bytes(walk: Schedule) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(walk))
 
 
+@functools.lru_cache(maxsize=4096)
 def hides(mask: Mask | None, rows: int, columns: int) -> tuple[bool, bool]:
     """Whether some row sees no column at all, and whether some column is seen by no row.
 
