@@ -161,20 +161,13 @@ class Rows:
             m_before, l, p = carry
             here, last = self.slot(t), self.slot(t - 1)
 
-            def products(acc: Any) -> jax.Array:
-                plgpu.wgmma(acc, q, refs.k.at[here].transpose((1, 0)))
-                plgpu.barrier_wait(refs.v_bar.full.at[last])
-                plgpu.wgmma(out_acc, p, refs.v.at[last])
-                return plgpu.wgmma_accumulator_load(acc, wait_n=1)
-
-            found = self.products(products)
+            found = self._both_products(q, here, out_acc, p, last)
             plgpu.barrier_arrive(refs.k_bar.empty.at[here])
             tile = self.tile(t)
             weighed = self.weigh(self.reader.score(found, tile, masked), tile, m_before)
             m, alpha, p, total = lax.optimization_barrier(weighed)
             self._await_key(t + 1)
-            out = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
-            plgpu.barrier_arrive(refs.v_bar.empty.at[last])
+            out = self._out(out_acc, last)
             p = p.astype(dtype)
 
             def rescaled(out: jax.Array, l: jax.Array) -> Any:
@@ -197,28 +190,37 @@ class Rows:
         last = self.slot(self.walk.count - 1)
         plgpu.barrier_wait(self.refs.v_bar.full.at[last])
         plgpu.wgmma(out_acc, pending.p, self.refs.v.at[last])
-        out = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
-        plgpu.barrier_arrive(self.refs.v_bar.empty.at[last])
-        return out
+        return self._out(out_acc, last)
 
     def hand_over(
         self, following: Rows, out_acc: Any, pending: Pending
     ) -> tuple[jax.Array, Pending]:
         """The same, while the first tile of the following item is scored."""
-        refs, last, start = self.refs, self.slot(self.walk.count - 1), following.slot(jnp.int32(0))
+        last, start = self.slot(self.walk.count - 1), following.slot(jnp.int32(0))
         following.await_query()
-        plgpu.barrier_wait(refs.k_bar.full.at[start])
+        plgpu.barrier_wait(self.refs.k_bar.full.at[start])
+        found = following._first_of(
+            self._both_products(following.query(), start, out_acc, pending.p, last)
+        )
+        return self._out(out_acc, last), found.rounded(self.call.spec.dtype)
+
+    def _both_products(self, q: Any, here: Any, out_acc: Any, p: jax.Array, last: Any) -> jax.Array:
+        """Q·Kᵀ of the keys in slot `here`, with P·V of the values in slot `last` left in flight."""
+        refs = self.refs
 
         def products(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, following.query(), refs.k.at[start].transpose((1, 0)))
+            plgpu.wgmma(acc, q, refs.k.at[here].transpose((1, 0)))
             plgpu.barrier_wait(refs.v_bar.full.at[last])
-            plgpu.wgmma(out_acc, pending.p, refs.v.at[last])
+            plgpu.wgmma(out_acc, p, refs.v.at[last])
             return plgpu.wgmma_accumulator_load(acc, wait_n=1)
 
-        found = following._first_of(self.products(products))
-        out = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
-        plgpu.barrier_arrive(refs.v_bar.empty.at[last])
-        return out, found.rounded(self.call.spec.dtype)
+        return self.products(products)
+
+    def _out(self, out_acc: Any, last: Any) -> jax.Array:
+        """O, once the values in slot `last` have entered it."""
+        out: jax.Array = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
+        plgpu.barrier_arrive(self.refs.v_bar.empty.at[last])
+        return out
 
     def guarded(self, q: Any, sums: Sums) -> Sums:
         """The sums, found once more, and slowly, if they came out NaN.
