@@ -43,6 +43,22 @@ class OtherDevice(str):
     """A reason that lies in the device, not in the call: nobody is warned of it."""
 
 
+def no_nvidia(device: Device) -> OtherDevice | None:
+    if device.platform == "cuda":
+        return None
+    return OtherDevice(f"it needs an NVIDIA GPU and this call runs on {device}")
+
+
+def other_gpu(device: Device, kernels: str, capabilities: tuple[str, ...]) -> OtherDevice | None:
+    """Why a device does not run `kernels`, made for NVIDIA GPUs of these `capabilities`."""
+    if device.platform == "cuda" and device.capability not in capabilities:
+        return OtherDevice(
+            f"the {kernels} kernels are made for compute capability {', '.join(capabilities)}; "
+            f"this device has {device.capability}"
+        )
+    return no_nvidia(device)
+
+
 class Backend(Protocol):
     """One way to compute attention and its gradient."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flashjax.backend import Device
+from flashjax.backend import Device, no_nvidia
 from flashjax.bind import Arguments, Bound
 from flashjax.masks import Mask
 from flashjax.plan import current_device
@@ -29,8 +29,9 @@ _TAKEN = {
 
 def refusal(arguments: Arguments, device: Device) -> str | None:
     """Why jax.nn cannot do the call, naming the argument; None if it may."""
-    if device.platform != "cuda":
-        return f"it needs an NVIDIA GPU and this call runs on {device}"
+    other = no_nvidia(device)
+    if other is not None:
+        return other
     default = Arguments()
     for name in vars(default):
         value, unset = getattr(arguments, name), getattr(default, name)

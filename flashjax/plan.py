@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from flashjax import chunked, tuning
-from flashjax.backend import Backend, Config, Device, OtherDevice
+from flashjax.backend import Backend, Config, Device, OtherDevice, no_nvidia
 from flashjax.spec import Operands, Spec
 
 
@@ -162,9 +162,8 @@ def refusal(name: str, spec: Spec, device: Device, direction: Direction = "forwa
     """Why the named backend cannot do one direction of the call; None if it can."""
     if name not in BACKENDS:
         return OtherDevice(UNBUILT[name])
-    platform = PLATFORMS.get(name, device.platform)
-    if platform != device.platform:
-        return OtherDevice(f"it needs an NVIDIA GPU and this call runs on {device}")
+    if PLATFORMS.get(name, device.platform) != device.platform:
+        return no_nvidia(device)
     return BACKENDS[name]().unsupported(spec, device, backward=direction == "backward")
 
 

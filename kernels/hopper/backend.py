@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from flashjax.backend import Config, Device, OtherDevice
+from flashjax.backend import Config, Device, OtherDevice, other_gpu
 from flashjax.kernels.functions import unknown_function
 from flashjax.kernels.hopper.config import (
-    CAPABILITY,
+    CAPABILITIES,
     ROWS,
     ForwardConfig,
     forward_configs,
@@ -35,13 +35,10 @@ class Hopper:
         return None if self.interpret is not None else "cuda"
 
     def unsupported(self, spec: Spec, device: Device, *, backward: bool = False) -> str | None:
-        if self.interpret is None and device.platform != "cuda":
-            return OtherDevice(f"it needs an NVIDIA GPU and this call runs on {device}")
-        if self.interpret is None and device.capability != CAPABILITY:
-            return OtherDevice(
-                f"the Mosaic GPU kernels are made for compute capability {CAPABILITY}; this device "
-                f"has {device.capability}"
-            )
+        if self.interpret is None:
+            other = other_gpu(device, "Mosaic GPU", CAPABILITIES)
+            if other is not None:
+                return other
         if backward:
             return OtherDevice("the Mosaic GPU kernels of this version have no backward")
         reason = _wrong_operands(spec) or unknown_function(spec, MOSAIC, backward=False)

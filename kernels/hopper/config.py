@@ -14,7 +14,7 @@ from flashjax.masks.schedule import hides
 from flashjax.spec import Spec
 from flashjax.structure import is_blocked
 
-CAPABILITY = "9.0"
+CAPABILITIES = ("9.0",)
 SHARED_MEMORY = 227 * 1024  # that one program can have
 ALIGNMENT = 1024
 ROWS = 64  # of a warpgroup: wgmma's M

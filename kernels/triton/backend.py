@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from flashjax.backend import Config, Device, OtherDevice
+from flashjax.backend import Config, Device, other_gpu
 from flashjax.kernels.functions import unknown_function
 from flashjax.kernels.triton.backward import Given, backward
 from flashjax.kernels.triton.config import (
@@ -36,9 +36,9 @@ class Triton:
 
     def unsupported(self, spec: Spec, device: Device, *, backward: bool = False) -> str | None:
         if not self.interpret:
-            reason = _wrong_device(device)
-            if reason is not None:
-                return OtherDevice(reason)
+            other = other_gpu(device, "Triton", CAPABILITIES)
+            if other is not None:
+                return other
         if spec.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"query has dtype {spec.dtype}; the kernels take bfloat16, float16 and float32"
         for name, dim in (("query", spec.head_dim), ("value", spec.value_dim)):
@@ -80,14 +80,3 @@ class Triton:
 
 
 BACKEND = Triton()
-
-
-def _wrong_device(device: Device) -> str | None:
-    if device.platform != "cuda":
-        return f"it needs an NVIDIA GPU and this call runs on {device}"
-    if device.capability not in CAPABILITIES:
-        return (
-            f"the Triton kernels are made for compute capability {', '.join(CAPABILITIES)}; this "
-            f"device has {device.capability}"
-        )
-    return None
