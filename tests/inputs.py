@@ -161,12 +161,16 @@ def attend(
     implementation: Any, case: Case, query: Any, key: Any, value: Any, operands: Any, arrays: Any
 ) -> tuple[jax.Array, jax.Array]:
     """flashjax on the case, with `arrays` in the places of the arrays among its arguments."""
-    arguments = with_arrays(case.arguments, arrays)
+    out, lse = attention(implementation, **said(case, operands, arrays))(query, key, value)
+    return out, lse
+
+
+def said(case: Case, operands: Any, arrays: Any) -> dict[str, Any]:
+    """What the case passes beside query, key and value."""
     named = {n: x for n, x in operands.items() if n in ("bias", "scale", "sinks")}
     if case.score_mod is not None:
         named["score_mod"] = case.score_mod(operands)
-    out, lse = attention(implementation, **named, **arguments)(query, key, value)
-    return out, lse
+    return named | _with_arrays(case.arguments, arrays)
 
 
 def arrays_of(arguments: Mapping[str, Any]) -> list[Any]:
@@ -178,7 +182,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (np.ndarray, jax.Array))
 
 
-def with_arrays(arguments: Mapping[str, Any], arrays: Any) -> Any:
+def _with_arrays(arguments: Mapping[str, Any], arrays: Any) -> Any:
     leaves, tree = jax.tree.flatten(dict(arguments))
     given = iter(arrays)
     return jax.tree.unflatten(tree, [next(given) if _is_array(x) else x for x in leaves])

@@ -64,16 +64,7 @@ def load_or_store(self: Any, eqn: Any, token: Any, invals: Any) -> Any:
     if len(eqn.invars) == 1:
         return _load(self, eqn, token, invals)
     accumulator, value = invals()
-    token = callback.io_callback(
-        functools.partial(_stored, eqn.source_info),
-        gpu_callbacks.TOKEN_SHAPE_DTYPE,
-        token=token,
-        mesh=self.mesh_location,
-        thread=self.thread,
-        accumulator=accumulator,
-        value=value,
-    )
-    return token, value
+    return _call(self, eqn, token, _stored, accumulator=accumulator, value=value), value
 
 
 def product(self: Any, eqn: Any, token: Any, invals: Any) -> Any:
@@ -88,15 +79,20 @@ def product(self: Any, eqn: Any, token: Any, invals: Any) -> Any:
         operands.append(
             (value, None) if in_registers else jaxpr_interpret.resolve_ref(var.aval, value, own)
         )
-    found = callback.io_callback(
-        functools.partial(_multiplied, eqn.source_info),
+    pairs = tuple((value, None if own is None else tuple(own)) for value, own in operands)
+    return _call(self, eqn, token, _multiplied, operands=pairs), []
+
+
+def _call(interpreter: Any, eqn: Any, token: Any, fn: Any, **operands: Any) -> Any:
+    """The token after `fn` has run, in its turn, for the equation's thread."""
+    return callback.io_callback(
+        functools.partial(fn, eqn.source_info),
         gpu_callbacks.TOKEN_SHAPE_DTYPE,
         token=token,
-        mesh=self.mesh_location,
-        thread=self.thread,
-        operands=tuple((value, None if own is None else tuple(own)) for value, own in operands),
+        mesh=interpreter.mesh_location,
+        thread=interpreter.thread,
+        **operands,
     )
-    return found, []
 
 
 class Where(NamedTuple):
