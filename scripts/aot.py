@@ -279,7 +279,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--config",
         type=lambda text: tuple(map(int, text.split(","))),
-        help="rows,columns,warps,stages: these, whatever is offered",
+        help="rows,columns,warps,stages of Triton's: these, whatever is offered",
         **several,
     )
     parser.add_argument("--group", type=int, default=1, metavar="G", help="N // K (default 1)")
