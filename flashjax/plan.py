@@ -19,6 +19,12 @@ from flashjax.backend import Backend, Config, Device, OtherDevice, no_nvidia
 from flashjax.spec import Operands, Spec
 
 
+def _mosaic() -> Backend:
+    from flashjax.kernels.hopper import BACKEND
+
+    return BACKEND
+
+
 def _triton() -> Backend:
     from flashjax.kernels.triton import BACKEND
 
@@ -27,18 +33,18 @@ def _triton() -> Backend:
 
 # Best first. A backend is loaded when a call may use it: Mosaic GPU alone costs 0.4 s to import.
 BACKENDS: dict[str, Callable[[], Backend]] = {
+    "mosaic": _mosaic,
     "triton": _triton,
     "xla": lambda: chunked.BACKEND,
 }
 # Backends for NVIDIA GPUs: elsewhere they need not be loaded to tell.
-PLATFORMS = {"triton": "cuda"}
+PLATFORMS = {"mosaic": "cuda", "triton": "cuda"}
 NAMED_PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
-UNBUILT = {"mosaic": "the Mosaic GPU kernels are not ready in this version of flashjax"}
 
 
 def implementation_names() -> tuple[str, ...]:
     """What ``implementation`` may be, besides None."""
-    return (*UNBUILT, *BACKENDS, "reference", "cudnn")
+    return (*BACKENDS, "reference", "cudnn")
 
 
 Direction = Literal["forward", "backward"]
@@ -130,7 +136,7 @@ def plan(spec: Spec, implementation: str | None, device: Device) -> Plan:
 
 
 def _choose(spec: Spec, implementation: str | None, device: Device, direction: Direction) -> Choice:
-    names = [*UNBUILT, *BACKENDS]
+    names = list(BACKENDS)
     if implementation:
         # A named one without this backward keeps its forward.
         names = [implementation, *(BACKENDS if direction == "backward" else ())]
@@ -160,8 +166,6 @@ def check_implementation(name: Any) -> None:
 
 def refusal(name: str, spec: Spec, device: Device, direction: Direction = "forward") -> str | None:
     """Why the named backend cannot do one direction of the call; None if it can."""
-    if name not in BACKENDS:
-        return OtherDevice(UNBUILT[name])
     if PLATFORMS.get(name, device.platform) != device.platform:
         return no_nvidia(device)
     return BACKENDS[name]().unsupported(spec, device, backward=direction == "backward")
@@ -228,5 +232,5 @@ def _on_platform(
 
 def implementations(spec: Spec, device: Device) -> Iterator[tuple[str, str | None]]:
     """Every backend's name with the reason why it cannot do the call, None if it can."""
-    for name in dict.fromkeys([*UNBUILT, *BACKENDS]):
+    for name in BACKENDS:
         yield name, refusal(name, spec, device)

@@ -20,6 +20,8 @@ import flashjax
 import flashjax.backend
 import flashjax.chunked
 import flashjax.plan
+from flashjax.kernels.hopper import backend as hopper_backend
+from flashjax.kernels.hopper import config as hopper_config
 from flashjax.kernels.triton import Triton
 from flashjax.kernels.triton import backend as triton_backend
 from flashjax.kernels.triton.config import BackwardConfig, ForwardConfig
@@ -266,5 +268,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> Non
     # The kernels take powers of two from 16 on; the two passes' tiles differ.
     forward, query = ForwardConfig(16, 32, 4, 1), ForwardConfig(32, 16, 4, 1)
     backward = BackwardConfig(16, 32, 4, 2, query)
+    hopper = hopper_config.ForwardConfig(128, 64, 2, False, 0, 1)
+    monkeypatch.setattr(hopper_backend, "forward_configs", lambda *_: (hopper,))
     monkeypatch.setattr(triton_backend, "forward_configs", lambda *_: (forward,))
     monkeypatch.setattr(triton_backend, "backward_configs", lambda *_: (backward,))
