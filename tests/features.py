@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashjax import masks, scores
-from tests.inputs import F32, F64, Case, Shape, case, dropout_pattern
+from tests.inputs import F32, F64, USUAL, Case, Shape, case, dropout_pattern
 from tests.oracle import Array, Score
 
 Rng = np.random.Generator
@@ -33,7 +33,7 @@ class Part:
 Maker = Callable[[Shape, Rng], Part]
 
 
-def build(shape: Shape, names: Sequence[str], dtype: Any = F32, seed: int = 0) -> Case:
+def build(shape: Shape, names: Sequence[str], dtype: Any = USUAL, seed: int = 0) -> Case:
     """A case with the named parts; masks are combined by And."""
     r = np.random.default_rng([seed, 1])
     parts = [PARTS[name](shape, r) for name in names]

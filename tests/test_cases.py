@@ -26,6 +26,7 @@ from tests.inputs import (
     F32,
     F64,
     IMPLEMENTATIONS,
+    USUAL,
     Case,
     Shape,
     attention,
@@ -59,7 +60,7 @@ def test_case_02_right_windows_of_31_and_0_differ(implementation: Any) -> None:
     for right in (31, 0):
         keep = (column >= row) & (column <= row + right)
         arguments = {"local_window_size": (0, right)}
-        made = case(shape, F32, 2, arguments=arguments, options={"keep": keep})
+        made = case(shape, USUAL, 2, arguments=arguments, options={"keep": keep})
         outs.append(check(implementation, made)["out"])
     assert np.abs(outs[0] - outs[1]).max(-1).min() > 1e-3
     value = made.value[:, : shape.T]  # with (0, 0) a row sees its own column alone
@@ -168,7 +169,7 @@ def test_case_07_every_tile_configuration(index: int, causal: bool) -> None:
 @functools.cache
 def seven(shape: Shape, causal: bool) -> Case:
     row, column = grid(shape)
-    return case(shape, F32, 7, options={"keep": column <= row if causal else None})
+    return case(shape, USUAL, 7, options={"keep": column <= row if causal else None})
 
 
 @each
@@ -213,7 +214,7 @@ def test_case_10_rows_and_batch_members_that_see_nothing(implementation: Any) ->
     keep[0, :, 1] = False
     keep[1] = False
     results = check(
-        implementation, case(shape, F32, 10, arguments={"mask": keep}, options={"keep": keep})
+        implementation, case(shape, USUAL, 10, arguments={"mask": keep}, options={"keep": keep})
     )
     for index in ((0, 1), (1,)):
         assert (results["out"][index] == 0).all()
@@ -227,7 +228,7 @@ def test_case_10_rows_and_batch_members_that_see_nothing(implementation: Any) ->
 def test_case_11_flax_masks_of_zeros_and_ones(implementation: Any) -> None:
     shape = Shape(2, 12, 12, 2, 2, 8, 8)
     row, column = grid(shape)
-    made = case(shape, F32, 11, options={"keep": column <= row})
+    made = case(shape, USUAL, 11, options={"keep": column <= row})
     inputs = (made.query, made.key, made.value)
     mask = linen.make_causal_mask(np.ones((2, 12)))
     assert mask.dtype == np.float32
@@ -248,14 +249,14 @@ def test_case_12_masks_broadcast_as_in_numpy(dims: str, implementation: Any) -> 
     shape = Shape(2, 7, 9, 4, 2, 8, 8)
     size = tuple(1 if d == "1" else getattr(shape, d) for d in dims)
     keep = np.random.default_rng(12).random(size) > 0.4
-    check(implementation, case(shape, F32, 12, arguments={"mask": keep}, options={"keep": keep}))
+    check(implementation, case(shape, USUAL, 12, arguments={"mask": keep}, options={"keep": keep}))
 
 
 @each
 @pytest.mark.parametrize("dims", ["BNTS", "1NTS", "B11S", "11T1", "float32 BNTS", "bfloat16 1NTS"])
 def test_case_13_biases_and_their_gradients(dims: str, implementation: Any) -> None:
     *low, dims = dims.split()
-    made = build(Shape(2, 11, 13, 4, 2, 8, 8), (), BF16 if low else F32, 13)
+    made = build(Shape(2, 11, 13, 4, 2, 8, 8), (), BF16 if low else USUAL, 13)
     part: Part = bias(*dims)(made.shape, np.random.default_rng(13))
     dtype = BF16 if low == ["bfloat16"] else F32
     operands = {"bias": part.operands["bias"].astype(dtype)}
@@ -311,7 +312,7 @@ def test_case_15_higher_and_forward_derivatives_through_reference() -> None:
 
 @pytest.mark.parametrize("implementation", [x for x in IMPLEMENTATIONS if x != "reference"])
 def test_case_15_tiled_implementations_refuse_them(implementation: Any) -> None:
-    query, key, value = qkv(Shape(1, 4, 4, 1, 1, 4, 4), F32, 15)
+    query, key, value = qkv(Shape(1, 4, 4, 1, 1, 4, 4), USUAL, 15)
     attention(implementation)(query, key, value)  # the call itself may be refused
 
     def loss(query: Any) -> Any:

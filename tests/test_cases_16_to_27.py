@@ -20,6 +20,7 @@ from tests.inputs import (
     BF16,
     F32,
     IMPLEMENTATIONS,
+    USUAL,
     Shape,
     attention,
     case,
@@ -48,7 +49,7 @@ def test_case_16_vmap_over_segment_ids_equals_the_loop(
     ids[:, 8:] = -1
     inputs = [
         x if axis == 0 else x[0]
-        for x, axis in zip((*qkv(shape, F32, 16), ids), mapped, strict=True)
+        for x, axis in zip((*qkv(shape, USUAL, 16), ids), mapped, strict=True)
     ]
 
     def loss(query: Any, key: Any, value: Any, ids: Any) -> Any:
@@ -125,7 +126,7 @@ def test_case_19_sharded_batch_and_heads_need_no_collective(
         pytest.skip("needs 4 devices, simulated or real")
     shape = Shape(2, 16, 16, 4, 2, 8, 8)
     row, column = grid(shape)
-    made = case(shape, F32, 19, options={"keep": column <= row})
+    made = case(shape, USUAL, 19, options={"keep": column <= row})
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     place, rows = P("data", None, "model", None), P("data", None, "model")
     attend = attention(implementation, is_causal=True)
@@ -164,7 +165,7 @@ def test_case_19_sharded_batch_and_heads_need_no_collective(
 def test_case_20_gradient_of_a_checkpoint(implementation: Any) -> None:
     shape = Shape(3, 16, 17, 5, 5, 19, 19)
     keep = np.random.default_rng(20).random((3, 1, 1, 17)) > 0.4
-    made = case(shape, F32, 20, options={"keep": keep})
+    made = case(shape, USUAL, 20, options={"keep": keep})
     attend = jax.checkpoint(attention(implementation, mask=keep))
     results, grads = pulled(attend, (made.query, made.key, made.value), made.cotangents)
     names = ("out", "lse", "query", "key", "value")
@@ -192,7 +193,7 @@ def test_case_22_one_query_row_sees_all_written_keys(implementation: Any) -> Non
     written = np.array([7, 33], np.int32)
     keep = np.arange(40) < written[:, None, None, None]
     arguments = {"key_value_seq_lengths": written}
-    made = case(shape, F32, 22, arguments=arguments, options={"keep": keep})
+    made = case(shape, USUAL, 22, arguments=arguments, options={"keep": keep})
     check(implementation, made)
 
 
@@ -302,7 +303,7 @@ def test_case_26_batch_members_of_length_0(
     else:
         arguments = {"segment_ids": np.where(real, 3, -1)}
     keep = (real[:, :, None] & real[:, None, :])[:, None]
-    made = case(shape, F32, 26, arguments=arguments, options={"keep": keep})
+    made = case(shape, USUAL, 26, arguments=arguments, options={"keep": keep})
     results = check(implementation, made)
     for name in ("out", "query", "key", "value"):
         assert (results[name][~real] == 0).all(), name
@@ -311,7 +312,7 @@ def test_case_26_batch_members_of_length_0(
 
 @each
 def test_case_27_errors_name_the_argument(implementation: Any) -> None:
-    query, key, value = qkv(Shape(1, 4, 6, 4, 2, 8, 8))
+    query, key, value = qkv(Shape(1, 4, 6, 4, 2, 8, 8), F32)
     attend = attention(implementation)
     with pytest.raises(TypeError, match=r"key has dtype float32 and query bfloat16"):
         attend(query.astype(BF16), key, value)

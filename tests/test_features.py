@@ -17,6 +17,7 @@ from tests.inputs import (
     F32,
     F64,
     IMPLEMENTATIONS,
+    USUAL,
     Case,
     Shape,
     attention,
@@ -72,7 +73,7 @@ pytestmark = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 @functools.cache
-def made(shape: str, names: tuple[str, ...], dtype: Any = F32) -> Case:
+def made(shape: str, names: tuple[str, ...], dtype: Any = USUAL) -> Case:
     return build(SHAPES[shape], names, dtype)
 
 
@@ -292,7 +293,7 @@ def test_rows_do_not_depend_on_how_much_padding_follows(
     small_tiles(monkeypatch, *SMALL)
     outs = []
     for columns in (40, 70, 130):
-        query, key, value = qkv(Shape(2, 20, 130, 2, 1, 8, 8), F32, 4)
+        query, key, value = qkv(Shape(2, 20, 130, 2, 1, 8, 8), USUAL, 4)
         attend = attention(implementation, key_value_seq_lengths=np.array([37, 40]))
         outs.append(jit(attend)(query, key[:, :columns], value[:, :columns]))
     for results in outs[1:]:
@@ -304,7 +305,7 @@ def test_rows_do_not_depend_on_how_much_padding_follows(
 
 def test_precision_of_float32_products(implementation: Any) -> None:
     """Full accuracy by default; the argument first, then the configuration, decide otherwise."""
-    inputs = qkv(SHAPES["square"])
+    inputs = qkv(SHAPES["square"], F32)
 
     def products(**arguments: Any) -> str:
         return str(jax.make_jaxpr(attention(implementation, **arguments))(*inputs))

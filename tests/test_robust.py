@@ -10,10 +10,10 @@ from flax import nnx
 
 import flashjax
 from flashjax import masks, scores
-from tests.inputs import IMPLEMENTATIONS
+from tests.inputs import F32, IMPLEMENTATIONS, USUAL
 
 EACH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-Q = jax.random.normal(jax.random.key(0), (2, 8, 2, 8))
+Q = jax.random.normal(jax.random.key(0), (2, 8, 2, 8), USUAL)
 IDS = jnp.array([[0, 0, 1, 1, 1, 2, 2, -1], [0] * 8])
 
 
@@ -39,7 +39,7 @@ def test_vmap_over_the_arrays_of_terms_equals_the_loop(
 ) -> None:
     found = jax.vmap(lambda x: attend(implementation, **make(x)))(mapped)
     wanted = jnp.stack([attend(implementation, **make(x)) for x in mapped])
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found.astype(F32), wanted.astype(F32), rtol=0, atol=1e-6)
 
 
 def test_flags_in_the_place_of_leaves_leave_a_term_its_structure() -> None:
@@ -85,7 +85,7 @@ def test_jax_nns_lengths_without_a_batch() -> None:
     lengths = jnp.array([3], jnp.int32)
     found = flashjax.dot_product_attention(Q[0], Q[0], Q[0], key_value_seq_lengths=lengths)
     wanted = jax.nn.dot_product_attention(Q[0], Q[0], Q[0], key_value_seq_lengths=lengths)
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found.astype(F32), wanted.astype(F32), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ SHARED_MEMORY = 227 * 1024  # that one program can have
 ALIGNMENT = 1024
 ROWS = 64  # of a warpgroup: wgmma's M
 HEAD_DIMS = (64, 96, 128, 192, 256)  # as the tiles in shared memory have them
+# Products take 8 rows together. TMA does not clip rows that come in eights, so their number in an
+# array has to be a multiple of this, or less.
+TOGETHER = 8
 TMA_ELEMENTS = 8  # of 16 bits: rows in global memory are whole 16 bytes
 # Registers of a consumer's and of the producer's thread, by consumers; one consumer keeps what it
 # was launched with.
@@ -72,6 +75,11 @@ def held_head_dim(dim: int) -> int:
 def swizzle_elements(*sizes: int) -> int:
     """How many 16-bit elements wide the swizzled tiles are that make up these sizes."""
     return next(wide for wide in (64, 32, 16) if all(size % wide == 0 for size in sizes))
+
+
+def ragged(spec: Spec) -> bool:
+    """Whether rows or columns cannot be copied in eights."""
+    return any(size > TOGETHER and size % TOGETHER for size in (spec.rows, spec.columns))
 
 
 def guards(spec: Spec) -> bool:
@@ -154,6 +162,12 @@ def _within_blocks(spec: Spec, columns: int) -> bool:
     )
 
 
+def _narrowed(spec: Spec, columns: int) -> bool:
+    """Whether so many columns make V's swizzle narrower than its head dim would."""
+    value = padded_head_dim(spec.value_dim)
+    return swizzle_elements(value, columns) != swizzle_elements(value)
+
+
 def forward_configs(spec: Spec, kind: str) -> tuple[ForwardConfig, ...]:
     """What fits, best first."""
     largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
@@ -168,6 +182,8 @@ def forward_configs(spec: Spec, kind: str) -> tuple[ForwardConfig, ...]:
         if (tiles.plain and not plain) or (guarded and not walks):
             continue
         if not _within_blocks(spec, tiles.columns):
+            continue
+        if ragged(spec) and _narrowed(spec, tiles.columns):  # O has the parts of V
             continue
         programs = PROGRAMS_PCIE if "PCIe" in kind else PROGRAMS
         shared = [(programs, True), (programs, False)] if items > programs and not guarded else []

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.kernels import softmax
+from flashjax.kernels.hopper.buffers import Tiles
 from flashjax.kernels.hopper.config import (
     REGISTERS,
     ROWS,
     apart,
     guards,
-    padded_head_dim,
-    swizzle_elements,
 )
 from flashjax.kernels.hopper.items import Following, Place
 from flashjax.kernels.hopper.refs import Call, Refs
@@ -33,9 +32,11 @@ SLACK = 8.0
 
 
 class Sums(NamedTuple):
-    """Of the tiles so far: O, the maxima in units of log₂, and sums of weights, (64, 8) of them."""
+    """Of the tiles so far: O in the parts that V has, the maxima in units of log₂, and sums of
+    weights, (64, 8) of them.
+    """
 
-    out: jax.Array
+    out: tuple[jax.Array, ...]
     m: jax.Array
     l: jax.Array
 
@@ -74,13 +75,12 @@ class Rows:
         self.first_row = block * call.config.rows + warpgroup * ROWS
         self.walk: Walk = call.walker.at(refs.path, (batch, head), block)
         self.reader: Reader = call.scorer.at(refs.own, (batch, head))
-        self.value_dim = padded_head_dim(call.spec.value_dim)
 
-    def query(self) -> Any:
+    def query(self) -> list[Any]:
         """What the products take as Q."""
-        q = self.refs.q.at[self.buffer, self.mine]
+        q = self.refs.q.parts(self.buffer, self.mine)
         if self.call.config.query_in_registers:
-            q = plgpu.load(q, layout=TILE)
+            q = [plgpu.load(part, layout=TILE) for part in q]
             plgpu.commit_smem()  # TMA may write there next
             self.free_query()
         return q
@@ -127,11 +127,28 @@ class Rows:
         start = self.slot(jnp.int32(0))
         plgpu.barrier_wait(self.refs.k_bar.full.at[start])
 
+        return self._first_of(self._scores(q, start))
+
+    def _scores(self, q: Any, slot: Any) -> jax.Array:
+        """Q·Kᵀ of the keys in a slot."""
+
         def products(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, q, self.refs.k.at[start].transpose((1, 0)))
+            self._meet_keys(acc, q, slot)
             return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-        return self._first_of(self.products(products))
+        return self.products(products)
+
+    def _meet_keys(self, acc: Any, q: Any, slot: Any) -> None:
+        for rows, columns in zip(q, self.refs.k.parts(slot), strict=True):
+            plgpu.wgmma(acc, rows, columns.transpose((1, 0)))
+
+    def _meet_values(self, out_acc: Any, p: jax.Array, slot: Any) -> None:
+        for acc, values in zip(out_acc, self.refs.v.parts(slot), strict=True):
+            plgpu.wgmma(acc, p, values)
+
+    def clear(self, out_acc: Any) -> None:
+        for acc in out_acc:
+            acc[...] = self.zeros(*acc.shape)
 
     def _first_of(self, products: jax.Array) -> Pending:
         plgpu.barrier_arrive(self.refs.k_bar.empty.at[self.slot(jnp.int32(0))])
@@ -155,7 +172,7 @@ class Rows:
         """From the first tile's weights to the last one's; `out_acc` has O of those before it."""
         refs, dtype = self.refs, self.call.spec.dtype
         interpreted = self.call.interpret is not None
-        out_acc[...] = self.zeros(ROWS, self.value_dim)
+        self.clear(out_acc)
 
         def step(t: Any, carry: Pending, masked: bool) -> Pending:
             m_before, l, p = carry
@@ -170,12 +187,13 @@ class Rows:
             out = self._out(out_acc, last)
             p = p.astype(dtype)
 
-            def rescaled(out: jax.Array, l: jax.Array) -> Any:
-                return out * spread(alpha, out.shape), l * spread(alpha, l.shape)
+            def rescaled(out: Any, l: jax.Array) -> Any:
+                return tuple(scaled(x, alpha) for x in out), scaled(l, alpha)
 
             moved = any_of_warp(m != m_before, interpreted=interpreted)
             out, l = lax.cond(moved, rescaled, lambda out, l: (out, l), out, l)
-            out_acc[...] = out
+            for acc, x in zip(out_acc, out, strict=True):
+                acc[...] = x
             return Pending(m, l + total, p)
 
         carry = pending.rounded(dtype)
@@ -185,16 +203,16 @@ class Rows:
             self.free_query()
         return carry
 
-    def last(self, out_acc: Any, pending: Pending) -> jax.Array:
+    def last(self, out_acc: Any, pending: Pending) -> tuple[jax.Array, ...]:
         """O, with the last tile's P·V."""
         last = self.slot(self.walk.count - 1)
         plgpu.barrier_wait(self.refs.v_bar.full.at[last])
-        plgpu.wgmma(out_acc, pending.p, self.refs.v.at[last])
+        self._meet_values(out_acc, pending.p, last)
         return self._out(out_acc, last)
 
     def hand_over(
         self, following: Rows, out_acc: Any, pending: Pending
-    ) -> tuple[jax.Array, Pending]:
+    ) -> tuple[tuple[jax.Array, ...], Pending]:
         """The same, while the first tile of the following item is scored."""
         last, start = self.slot(self.walk.count - 1), following.slot(jnp.int32(0))
         following.await_query()
@@ -209,16 +227,16 @@ class Rows:
         refs = self.refs
 
         def products(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, q, refs.k.at[here].transpose((1, 0)))
+            self._meet_keys(acc, q, here)
             plgpu.barrier_wait(refs.v_bar.full.at[last])
-            plgpu.wgmma(out_acc, p, refs.v.at[last])
-            return plgpu.wgmma_accumulator_load(acc, wait_n=1)
+            self._meet_values(out_acc, p, last)
+            return plgpu.wgmma_accumulator_load(acc, wait_n=len(out_acc))
 
         return self.products(products)
 
-    def _out(self, out_acc: Any, last: Any) -> jax.Array:
+    def _out(self, out_acc: Any, last: Any) -> tuple[jax.Array, ...]:
         """O, once the values in slot `last` have entered it."""
-        out: jax.Array = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
+        out = tuple(plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in out_acc)
         plgpu.barrier_arrive(self.refs.v_bar.empty.at[last])
         return out
 
@@ -229,19 +247,25 @@ class Rows:
         """
         if not guards(self.call.spec):
             return sums
-        plgpu.barrier_arrive(self.refs.done)
-        rows = sums.out.sum(axis=1)
+        refs = self.refs
+        plgpu.barrier_arrive(refs.done)
+        rows = functools.reduce(jnp.add, (part.sum(axis=1) for part in sums.out))
         spoilt = any_of_warpgroup(rows != rows, interpreted=self.call.interpret is not None)
 
         def again(_: Sums) -> Sums:
             # Then this consumer may have a slot for itself.
-            plgpu.barrier_wait(self.refs.done)
-            return Sums(*pl.run_scoped(run, plgpu.ACC((ROWS, self.value_dim), jnp.float32)))
+            plgpu.barrier_wait(refs.done)
 
-        def run(out_acc: Any) -> Sums:
+            # Reductions along columns go through memory that all warpgroups share.
+            turn = refs.turn.at[self.warpgroup - 1]
+            pl.when(self.warpgroup > 0)(lambda: plgpu.barrier_wait(turn))
+            return Sums(*pl.run_scoped(run, *accumulators(self.call)))
+
+        def run(*out_acc: Any) -> Sums:
             return self._walk_guarded(q, out_acc)
 
         found: Sums = lax.cond(spoilt, again, lambda sums: sums, sums)
+        plgpu.barrier_arrive(refs.turn.at[self.warpgroup])
         return found
 
     def _walk_guarded(self, q: Any, out_acc: Any) -> Sums:
@@ -249,48 +273,47 @@ class Rows:
         call, refs, own = self.call, self.refs, self.warpgroup
         _, head, batch = self.place
         head = lax.div(head, jnp.int32(call.spec.group))
-        out_acc[...] = self.zeros(ROWS, self.value_dim)
+        self.clear(out_acc)
 
-        def load(ref: Any, tile: Tile, dims: Any, buffer: Any) -> Any:
-            at = (batch, pl.ds(tile.column, tile.columns), head, dims)
-            plgpu.copy_gmem_to_smem(ref.at[at], buffer.at[own], refs.again.at[own])
-            plgpu.barrier_wait(refs.again.at[own])
-            return buffer.at[own]
+        def load(ref: Any, tile: Tile, whole: Any, buffer: Tiles) -> None:
+            at = (batch, pl.ds(tile.column, tile.columns), head)
+            for dims, part in buffer.copies(own, whole):
+                plgpu.copy_gmem_to_smem(ref.at[*at, dims], part, refs.again.at[own])
+                plgpu.barrier_wait(refs.again.at[own])
 
         def step(t: Any, carry: Any) -> Any:
             m_before, l = carry
             tile = self.tile(t)
-            k = load(refs.key, tile, call.head_dims, refs.k)
-
-            def products(acc: Any) -> jax.Array:
-                plgpu.wgmma(acc, q, k.transpose((1, 0)))
-                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
-
-            scored = self.reader.score(self.products(products), tile, True)
+            load(refs.key, tile, call.head_dims, refs.k)
+            scored = self.reader.score(self._scores(q, own), tile, True)
             refs.seen.at[own][...] = jnp.where(seen(scored, 0), 1.0, 0.0)
             weighed = self.weigh(scored, tile, m_before)
-            v = load(refs.value, tile, call.value_dims, refs.v)
-            self._clean(v, tile.columns)
+            load(refs.value, tile, call.value_dims, refs.v)
+            self._clean(tile.columns)
             plgpu.commit_smem()
-            out = out_acc[...]
-            out_acc[...] = out * spread(weighed.alpha, out.shape)
-            plgpu.wgmma(out_acc, weighed.p.astype(call.spec.dtype), v)
-            plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
-            return weighed.m, l * spread(weighed.alpha, l.shape) + weighed.total
+            for acc in out_acc:
+                acc[...] = scaled(acc[...], weighed.alpha)
+            self._meet_values(out_acc, weighed.p.astype(call.spec.dtype), own)
+            for acc in out_acc:
+                plgpu.wgmma_accumulator_load(acc, wait_n=0)
+            return weighed.m, scaled(l, weighed.alpha) + weighed.total
 
         carry = (self.none(), self.zeros(ROWS, 8))
         m, l = lax.fori_loop(jnp.int32(0), self.walk.count, step, carry)
-        return Sums(out_acc[...], m, l)
+        return Sums(tuple(acc[...] for acc in out_acc), m, l)
 
-    def _clean(self, v: Any, columns: int) -> None:
+    def _clean(self, columns: int) -> None:
         """Sets to 0 the values of columns that no row of this warpgroup's sees."""
-        wide = swizzle_elements(self.value_dim)  # a part at a time: registers are few
+        v, own = self.refs.v, self.warpgroup
+        wide = v.buffer.wide  # a part at a time: registers are few
         for i in range(0, columns, ROWS):
-            some = plgpu.load(self.refs.seen.at[self.warpgroup, pl.ds(i, ROWS)], layout=ROW) > 0
-            for j in range(0, self.value_dim, wide):
-                part = v.at[pl.ds(i, ROWS), pl.ds(j, wide)]
-                values = plgpu.load(part, layout=TILE)
-                part[...] = jnp.where(spread(some, values.shape), values, jnp.zeros_like(values))
+            some = plgpu.load(self.refs.seen.at[own, pl.ds(i, ROWS)], layout=ROW) > 0
+            for part in v.parts(own, pl.ds(i, ROWS)):
+                for j in range(0, part.shape[1], wide):
+                    some_dims = part.at[:, pl.ds(j, wide)]
+                    values = plgpu.load(some_dims, layout=TILE)
+                    kept = jnp.where(spread(some, values.shape), values, jnp.zeros_like(values))
+                    some_dims[...] = kept
 
     def finish(self, sums: Sums) -> None:
         """Divides, and sends output and LSE on their way."""
@@ -302,15 +325,17 @@ class Rows:
             sink = self.reader.load("sinks", whole).astype(jnp.float32)
         running = softmax.Running(sums.m, sums.l.sum(axis=1))
         factor, lse = softmax.finish_base2(running, sink)
-        separate = apart(spec, call.config)
-        buffer = refs.o.at[self.mine] if separate else refs.q.at[self.buffer, self.mine]
+        separate = refs.o is not None
+        tiles, i = (refs.q, self.buffer) if refs.o is None else (refs.o, 0)
         if call.items.shared and separate:  # the item before is out
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer[...] = (sums.out * spread(factor, sums.out.shape)).astype(spec.dtype)
+        for part, out in zip(tiles.parts(i, self.mine), sums.out, strict=True):
+            part[...] = scaled(out, factor).astype(spec.dtype)
         refs.l.at[self.mine][...] = lse
         plgpu.commit_smem()
         rows = pl.ds(self.first_row, ROWS)
-        plgpu.copy_smem_to_gmem(buffer, refs.out.at[batch, rows, head, call.value_dims])
+        for dims, part in tiles.copies(i, call.value_dims, self.mine):
+            plgpu.copy_smem_to_gmem(part, refs.out.at[batch, rows, head, dims])
         plgpu.copy_smem_to_gmem(refs.l.at[self.mine], refs.lse.at[batch, head, rows])
         if call.items.shared and not separate:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -319,17 +344,17 @@ class Rows:
 
 def consume(call: Call, refs: Refs, warpgroup: Any) -> None:
     """Takes each item of the program."""
-    config, spec = call.config, call.spec
+    config = call.config
     if config.consumers in REGISTERS:
         plgpu.set_max_registers(REGISTERS[config.consumers][0], action="increase")
 
-    def run(out_acc: Any) -> None:
+    def run(*out_acc: Any) -> None:
         if call.ahead:
             _overlapping(call, refs, warpgroup, out_acc)
         else:
             _one_by_one(call, refs, warpgroup, out_acc)
 
-    pl.run_scoped(run, plgpu.ACC((ROWS, padded_head_dim(spec.value_dim)), jnp.float32))
+    pl.run_scoped(run, *accumulators(call))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -372,6 +397,16 @@ def _overlapping(call: Call, refs: Refs, warpgroup: Any, out_acc: Any) -> None:
         return after, pending
 
     call.items.each(refs.items, item, enter)
+
+
+def accumulators(call: Call) -> list[Any]:
+    """For O, in the parts that V has."""
+    _, _, v, _ = call.buffers
+    return [plgpu.ACC((ROWS, wide), jnp.float32) for wide in v.widths]
+
+
+def scaled(x: jax.Array, row: jax.Array) -> jax.Array:
+    return x * spread(row, x.shape)
 
 
 def spread(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -17,12 +17,9 @@ from jax import lax
 from flashjax.kernels.hopper.config import (
     REGISTERS,
     ForwardConfig,
-    apart,
     guards,
     held_head_dim,
-    padded_head_dim,
     reduction_scratch,
-    swizzle_elements,
 )
 from flashjax.kernels.hopper.consumer import consume
 from flashjax.kernels.hopper.items import Items, Place
@@ -58,15 +55,14 @@ def forward(
         more = held_head_dim(x.shape[-1]) - x.shape[-1]
         return jnp.pad(x, [(0, 0)] * 3 + [(0, more)]) if more else x
 
-    # TMA wants its rows in whole 16 bytes.
-    lse_rows = -(-spec.rows // 4) * 4
     out, lse = plgpu.kernel(
         kernel,
         out_type=[
             jax.ShapeDtypeStruct((*spec.out.shape[:-1], held_head_dim(spec.value_dim)), spec.dtype),
-            jax.ShapeDtypeStruct((spec.batch, spec.heads, lse_rows), jnp.dtype(jnp.float32)),
+            # A vector's copy does not end where the array does.
+            jax.ShapeDtypeStruct((spec.batch, spec.heads, rows.padded), jnp.dtype(jnp.float32)),
         ],
-        scratch_types=scratch(spec, config),
+        scratch_types=scratch(call),
         grid=(call.items.programs,),
         grid_names=("program",),
         num_threads=config.consumers + 1,
@@ -87,33 +83,25 @@ def forward(
     return out[..., : spec.value_dim], lse[..., : spec.rows]
 
 
-def scratch(spec: Spec, config: ForwardConfig) -> list[Any]:
+def scratch(call: Call) -> list[Any]:
     """Shared memory and barriers, in the order of the fields of `Refs`."""
-    head, value = padded_head_dim(spec.head_dim), padded_head_dim(spec.value_dim)
-    stages, consumers = config.stages, config.consumers
+    spec, config = call.spec, call.config
+    consumers = config.consumers
 
-    def tiles(*shape: int, depth: int = 64) -> Any:
-        wide = swizzle_elements(shape[-1], depth)
-        # JAX's types call both abstract.
-        tiling, swizzle = plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(wide * 2)  # type: ignore[abstract]
-        return plgpu.SMEM(shape, spec.dtype, transforms=(tiling, swizzle))
+    def pair(number: int, loads: int) -> Barriers:
+        full = plgpu.Barrier(num_barriers=number, num_arrivals=loads)
+        return Barriers(full, plgpu.Barrier(num_barriers=number, num_arrivals=consumers))
 
-    def pair(**kwargs: Any) -> Barriers:
-        return Barriers(plgpu.Barrier(**kwargs), plgpu.Barrier(num_arrivals=consumers, **kwargs))
-
+    q, k, v, _ = call.buffers
     return [
-        tiles(config.queries, config.rows, head),
-        tiles(stages, config.columns, head),
-        # A product over columns takes whole swizzled tiles of them.
-        tiles(stages, config.columns, value, depth=config.columns),
-        tiles(config.rows, value) if apart(spec, config) else None,
+        *(buffer and buffer.scratch(spec.dtype) for buffer in call.buffers),
         plgpu.SMEM((config.rows,), jnp.float32),
         plgpu.SMEM((consumers, config.columns), jnp.float32) if guards(spec) else None,
-        pair(num_barriers=config.queries),
-        pair(num_barriers=stages),
-        pair(num_barriers=stages),
+        pair(q.count, len(q.widths)),
+        pair(k.count, len(k.widths)),
+        pair(v.count, len(v.widths)),
         plgpu.Barrier(num_arrivals=consumers),
-        plgpu.Barrier(num_barriers=consumers),
+        *(plgpu.Barrier(num_barriers=consumers) for _ in range(2)),
     ]
 
 
@@ -131,18 +119,17 @@ def produce(call: Call, refs: Refs) -> None:
         if call.items.shared:
             pl.when(i >= config.queries)(lambda: plgpu.barrier_wait(refs.q_bar.empty.at[buffer]))
         rows = pl.ds(block * config.rows, config.rows)
-        plgpu.copy_gmem_to_smem(
-            refs.query.at[batch, rows, head, call.head_dims],
-            refs.q.at[buffer],
-            refs.q_bar.full.at[buffer],
-        )
+        for dims, part in refs.q.copies(buffer, call.head_dims):
+            plgpu.copy_gmem_to_smem(
+                refs.query.at[batch, rows, head, dims], part, refs.q_bar.full.at[buffer]
+            )
 
         @pl.loop(0, walk.count)
         def _(t: Any) -> None:
             step = before + t
             slot = call.slot(step)
             at = (batch, call.columns(walk.tile(t)), lax.div(head, jnp.int32(spec.group)))
-            for ref, dims, buffer, (full, empty) in (
+            for ref, whole, buffer, (full, empty) in (
                 (refs.key, call.head_dims, refs.k, refs.k_bar),
                 (refs.value, call.value_dims, refs.v, refs.v_bar),
             ):
@@ -151,7 +138,8 @@ def produce(call: Call, refs: Refs) -> None:
                 def _(empty: Any = empty) -> None:
                     plgpu.barrier_wait(empty.at[slot])
 
-                plgpu.copy_gmem_to_smem(ref.at[*at, dims], buffer.at[slot], full.at[slot])
+                for dims, part in buffer.copies(slot, whole):
+                    plgpu.copy_gmem_to_smem(ref.at[*at, dims], part, full.at[slot])
 
         return i + 1, before + walk.count
 

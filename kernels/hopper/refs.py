@@ -9,7 +9,15 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.kernels.hopper.config import ForwardConfig, held_head_dim, padded_head_dim
+from flashjax.kernels.hopper.buffers import Buffer, Tiles
+from flashjax.kernels.hopper.config import (
+    ForwardConfig,
+    apart,
+    held_head_dim,
+    padded_head_dim,
+    ragged,
+    swizzle_elements,
+)
 from flashjax.kernels.hopper.items import Items
 from flashjax.kernels.hopper.tile import Scorer
 from flashjax.kernels.hopper.walk import Walker
@@ -34,10 +42,10 @@ class Refs(NamedTuple):
     items: Any  # the items'
     out: Any
     lse: Any
-    q: Any
-    k: Any
-    v: Any
-    o: Any
+    q: Tiles
+    k: Tiles
+    v: Tiles
+    o: Tiles | None
     l: Any  # rows' LSE
     seen: Any  # of each consumer: 1 for a column that one of its rows sees
     q_bar: Barriers
@@ -45,6 +53,7 @@ class Refs(NamedTuple):
     v_bar: Barriers
     done: Any  # all consumers are through with the tiles in shared memory
     again: Any  # a consumer's own loads
+    turn: Any  # a consumer is through with walking again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +68,33 @@ class Call:
     interpret: Any
 
     def refs(self, refs: tuple[Any, ...]) -> Refs:
+        every: list[Any]
         query, key, value, *rest = refs
         parts: list[Any] = []
         for owner in (self.scorer, self.walker, self.items):
             n = len(owner.arrays)
             parts.append(rest[:n])
             rest = rest[n:]
-        every: list[Any] = [query, key, value, *parts, *rest]
+        out, lse, *buffers = rest[: 2 + len(self.buffers)]
+        tiles = [
+            buffer and buffer.of(ref) for buffer, ref in zip(self.buffers, buffers, strict=True)
+        ]
+        every = [query, key, value, *parts, out, lse, *tiles, *rest[2 + len(tiles) :]]
         return Refs(*every)
+
+    @property
+    def buffers(self) -> tuple[Buffer, Buffer, Buffer, Buffer | None]:
+        """Of q, k, v and o."""
+        spec, config = self.spec, self.config
+        head, value = padded_head_dim(spec.head_dim), padded_head_dim(spec.value_dim)
+        ways = {"ragged": ragged(spec), "interpreted": self.interpret is not None}
+        q = Buffer(config.queries, config.rows, head, swizzle_elements(head), **ways)
+        k = dataclasses.replace(q, count=config.stages, rows=config.columns)
+        # A product over columns takes whole swizzled tiles of them.
+        wide = swizzle_elements(value, config.columns)
+        v = dataclasses.replace(k, dim=value, wide=wide)
+        o = Buffer(1, config.rows, value, swizzle_elements(value), **ways)
+        return q, k, v, o if apart(spec, config) else None
 
     @property
     def head_dims(self) -> Any:

@@ -89,14 +89,14 @@ CONFIGS = {
     "programs that share items": (Shape(1, 300, 300, 4, 2, 64, 64), (128, 64, 2, False, 2, 2)),
     "items that overlap": (Shape(1, 300, 260, 4, 2, 64, 64), (128, 64, 2, False, 2, 2, True)),
     "output through Q, overlapping": (
-        Shape(1, 200, 180, 2, 2, 128, 128),
+        Shape(1, 200, 184, 2, 2, 128, 128),
         (128, 160, 2, False, 2, 1, True),
     ),
     "queries in registers": (Shape(1, 300, 300, 2, 2, 64, 64), (128, 64, 2, True, 2, 1)),
     "output through Q": (Shape(1, 200, 100, 2, 2, 256, 256), (128, 64, 2, False, 2, 1)),
     "three consumers, a wide value": (Shape(1, 200, 150, 1, 1, 64, 96), (192, 96, 3, False, 0, 1)),
     "head dims of no tile": (Shape(1, 150, 100, 2, 1, 80, 20), (128, 64, 2, False, 0, 1)),
-    "a narrow value": (Shape(1, 200, 100, 1, 1, 192, 128), (128, 96, 2, False, 0, 1)),
+    "a narrow value": (Shape(1, 200, 104, 1, 1, 192, 128), (128, 96, 2, False, 0, 1)),
 }
 
 

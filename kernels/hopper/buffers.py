@@ -1,0 +1,70 @@
+"""Tiles in shared memory, as TMA writes them and as products read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+
+from flashjax.kernels.hopper.config import TOGETHER
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """`count` tiles of `rows` × `dim`, each in one part or, if ragged, in parts a swizzle wide.
+
+    A part that is one swizzle wide has the same bytes in eights of rows as row after row: then TMA
+    goes row by row, and clips what lies past the end.
+    """
+
+    count: int
+    rows: int
+    dim: int
+    wide: int  # elements of a swizzle
+    ragged: bool
+    interpreted: bool
+
+    @property
+    def widths(self) -> list[int]:
+        return [self.wide] * (self.dim // self.wide) if self.ragged else [self.dim]
+
+    @property
+    def _two_views(self) -> bool:
+        return self.ragged and not self.interpreted
+
+    def scratch(self, dtype: Any) -> Any:
+        shape = self.count, len(self.widths), self.rows, self.widths[0]
+        # JAX's types call both abstract.
+        swizzle = plgpu.SwizzleTransform(self.wide * 2)  # type: ignore[abstract]
+        tiling = plgpu.TilingTransform((TOGETHER, self.wide))  # type: ignore[abstract]
+        tiled = plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+        if not self._two_views:
+            return tiled
+        return plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(swizzle,)), tiled)
+
+    def of(self, ref: Any) -> Tiles:
+        copied, read = ref if self._two_views else (ref, ref)
+        return Tiles(self, copied, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The memory of a buffer."""
+
+    buffer: Buffer
+    copied: Any
+    read: Any
+
+    def parts(self, i: Any, rows: Any = slice(None)) -> list[Any]:
+        """Tile `i` as products read it."""
+        return [self.read.at[i, part, rows] for part in range(len(self.buffer.widths))]
+
+    def copies(self, i: Any, dims: Any, rows: Any = slice(None)) -> list[tuple[Any, Any]]:
+        """(dims, part of tile `i` that they are copied to or from)."""
+        begin, wide = dims.start, self.buffer.widths[0]
+        return [
+            (pl.ds(begin + part * wide, wide), self.copied.at[i, part, rows])
+            for part in range(len(self.buffer.widths))
+        ]
