@@ -270,7 +270,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> Non
     # The kernels take powers of two from 16 on; the two passes' tiles differ.
     forward, query = ForwardConfig(16, 32, 4, 1), ForwardConfig(32, 16, 4, 1)
     backward = BackwardConfig(16, 32, 4, 2, query)
-    hopper = hopper_config.ForwardConfig(128, 64, 2, False, 0, 1)
+    hopper = hopper_config.ForwardConfig(128, 64, 2, False, 0)
     monkeypatch.setattr(hopper_backend, "forward_configs", lambda *_: (hopper,))
     monkeypatch.setattr(triton_backend, "forward_configs", lambda *_: (forward,))
     monkeypatch.setattr(triton_backend, "backward_configs", lambda *_: (backward,))

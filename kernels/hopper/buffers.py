@@ -23,6 +23,7 @@ class Buffer:
     rows: int
     dim: int
     wide: int  # elements of a swizzle
+    dtype: Any
     ragged: bool
     interpreted: bool
 
@@ -34,15 +35,15 @@ class Buffer:
     def _two_views(self) -> bool:
         return self.ragged and not self.interpreted
 
-    def scratch(self, dtype: Any) -> Any:
+    def scratch(self) -> Any:
         shape = self.count, len(self.widths), self.rows, self.widths[0]
         # JAX's types call both abstract.
-        swizzle = plgpu.SwizzleTransform(self.wide * 2)  # type: ignore[abstract]
+        swizzle = plgpu.SwizzleTransform(self.wide * self.dtype.itemsize)  # type: ignore[abstract]
         tiling = plgpu.TilingTransform((TOGETHER, self.wide))  # type: ignore[abstract]
-        tiled = plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+        tiled = plgpu.SMEM(shape, self.dtype, transforms=(tiling, swizzle))
         if not self._two_views:
             return tiled
-        return plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(swizzle,)), tiled)
+        return plgpu.RefUnion(plgpu.SMEM(shape, self.dtype, transforms=(swizzle,)), tiled)
 
     def of(self, ref: Any) -> Tiles:
         copied, read = ref if self._two_views else (ref, ref)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flashjax import backend
-from flashjax.masks.schedule import hides
+from flashjax.masks import Blocks
+from flashjax.masks.schedule import hides, schedule
 from flashjax.spec import Spec
 from flashjax.structure import is_blocked
 
@@ -35,14 +38,12 @@ class ForwardConfig(backend.Config):
     """`rows` are 64 for each consumer warpgroup.
 
     `programs`: 0 for one an item (a block of rows of a head), else so many that share them out.
-    `heads`: how many heads' items lie beside one another in the order. `ahead`: a program's items
-    overlap, with memory for the queries of two.
+    `ahead`: a program's items overlap, with memory for the queries of two.
     """
 
     stages: int
     query_in_registers: bool
     programs: int
-    heads: int
     ahead: bool = False
 
     @property
@@ -59,7 +60,7 @@ class ForwardConfig(backend.Config):
         programs = f", {self.programs} programs" if self.programs else ""
         ahead = ", ahead" if self.ahead else ""
         stages = f", {self.stages} stages"
-        return f"{super().__str__()}{stages}{query}{programs}{ahead}, heads by {self.heads}"
+        return f"{super().__str__()}{stages}{query}{programs}{ahead}"
 
 
 def padded_head_dim(dim: int) -> int:
@@ -72,9 +73,10 @@ def held_head_dim(dim: int) -> int:
     return dim if dim < HEAD_DIMS[0] and dim % TMA_ELEMENTS == 0 else padded_head_dim(dim)
 
 
-def swizzle_elements(*sizes: int) -> int:
-    """How many 16-bit elements wide the swizzled tiles are that make up these sizes."""
-    return next(wide for wide in (64, 32, 16) if all(size % wide == 0 for size in sizes))
+def swizzle_elements(*sizes: int, itemsize: int = 2) -> int:
+    """How many elements wide the swizzled tiles are that make up these sizes."""
+    wides = (swizzle // itemsize for swizzle in (128, 64, 32))
+    return next(wide for wide in wides if all(size % wide == 0 for size in sizes))
 
 
 def ragged(spec: Spec) -> bool:
@@ -93,6 +95,23 @@ def reduction_scratch(spec: Spec) -> int:
     return 2048 if guards(spec) else 0
 
 
+def staged(spec: Spec, config: ForwardConfig) -> dict[int, int]:
+    """Which operands come through shared memory, and the bytes of their elements.
+
+    Those of rows × columns, such as a bias, counted as `Scorer` does; none if all do not fit.
+    """
+    rest = dataclasses.replace(spec.shapes, query=None, key=None, value=None)
+    leaves = jax.tree.leaves(rest, is_leaf=is_blocked)
+    found = {
+        i: jnp.dtype(x.dtype).itemsize
+        for i, x in enumerate(leaves)
+        if not is_blocked(x) and x.shape[2] != 1 and x.shape[3] != 1
+    }
+    tile = config.rows * config.columns
+    taken = _bytes(spec, config, separate=apart(spec, config)) + tile * sum(found.values())
+    return found if not config.programs and taken <= SHARED_MEMORY else {}
+
+
 def apart(spec: Spec, config: ForwardConfig) -> bool:
     """Whether O leaves through shared memory of its own, not through that of Q.
 
@@ -105,7 +124,9 @@ def apart(spec: Spec, config: ForwardConfig) -> bool:
 
 def shared_memory(spec: Spec, config: ForwardConfig) -> int:
     """Bytes that one program takes."""
-    return _bytes(spec, config, separate=apart(spec, config))
+    tile = config.rows * config.columns
+    operands = tile * sum(staged(spec, config).values())
+    return _bytes(spec, config, separate=apart(spec, config)) + operands
 
 
 def _bytes(spec: Spec, config: ForwardConfig, *, separate: bool) -> int:
@@ -141,8 +162,7 @@ class Tiles(NamedTuple):
 # By the larger of the padded head dims, best first.
 FORWARD: dict[int, tuple[Tiles, ...]] = {
     64: (
-        Tiles(128, 128, 2), Tiles(192, 128, 2, plain=True), Tiles(128, 192, 2, plain=True),
-        Tiles(128, 64, 3),
+        Tiles(192, 128, 2), Tiles(128, 128, 2), Tiles(128, 192, 2, plain=True), Tiles(128, 64, 3),
     ),
     96: (Tiles(128, 128, 2), Tiles(128, 192, 2, plain=True), Tiles(128, 64, 3)),
     128: (
@@ -152,6 +172,13 @@ FORWARD: dict[int, tuple[Tiles, ...]] = {
     192: (Tiles(128, 96, 2, plain=True), Tiles(128, 64, 3), Tiles(128, 64, 2)),
     256: (Tiles(128, 64, 2),),
 }  # fmt: skip
+
+# Keys and values of heads beside one another that the L2 of 50 MB serves well, in bytes, and how
+# many heads at most; fewer where head dims are large.
+BESIDE = 64 * 2**20
+MOST_HEADS = {False: 16, True: 4}
+# A walk of more tiles than this gains nothing from an item that begins before it ends.
+LONG = 24
 
 
 def _within_blocks(spec: Spec, columns: int) -> bool:
@@ -168,29 +195,62 @@ def _narrowed(spec: Spec, columns: int) -> bool:
     return swizzle_elements(value, columns) != swizzle_elements(value)
 
 
+def heads_beside(spec: Spec) -> int:
+    """How many heads' items lie beside one another: a power of 2 that divides their number."""
+    row = (spec.head_dim + spec.value_dim) * jnp.dtype(spec.dtype).itemsize
+    each = max(1, spec.columns * row // spec.group)
+    fit = max(1, min(MOST_HEADS[_is_large(spec)], BESIDE // each))
+    return math.gcd(1 << (fit.bit_length() - 1), spec.batch * spec.heads)
+
+
+def _is_large(spec: Spec) -> bool:
+    """Whether there is no memory for the queries of two items."""
+    return padded_head_dim(max(spec.head_dim, spec.value_dim)) == HEAD_DIMS[-1]
+
+
+@functools.lru_cache(maxsize=256)
+def _mean_walk(mask: Any, rows: Blocks, columns: Blocks) -> float:
+    """Tiles that a block of rows visits on average; all of them, where only arrays tell."""
+    if mask is None or jax.tree.leaves(mask):
+        return columns.count
+    with jax.ensure_compile_time_eval():
+        return float(np.mean(np.asarray(schedule(mask, rows, columns, "rows").count)))
+
+
+def _ways(spec: Spec, tiles: Tiles, kind: str) -> list[tuple[int, bool]]:
+    """Programs, and whether their items overlap, best first."""
+    programs = PROGRAMS_PCIE if "PCIe" in kind else PROGRAMS
+    items = -(-spec.rows // tiles.rows) * spec.batch * spec.heads
+    alone, shared, overlapping = (0, False), (programs, False), (programs, True)
+    if items <= programs or guards(spec):
+        return [alone]
+    if _is_large(spec):
+        return [alone, shared]
+    blocks = Blocks(spec.rows, tiles.rows), Blocks(spec.columns, tiles.columns)
+    if spec.head_dim > 64 and _mean_walk(spec.shapes.mask, *blocks) > LONG:
+        return [shared, overlapping, alone]
+    return [overlapping, shared, alone]
+
+
 def forward_configs(spec: Spec, kind: str) -> tuple[ForwardConfig, ...]:
     """What fits, best first."""
     largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
     shapes, guarded = spec.shapes, guards(spec)
     plain = shapes.mask is None and shapes.bias is None and shapes.score is None
-    members = spec.batch * spec.heads
     found = []
     for tiles in FORWARD[largest]:
-        consumers, items = tiles.rows // ROWS, -(-spec.rows // tiles.rows) * members
         # The slow walk takes a slot of the buffers for each consumer, and 64 columns at a time.
-        walks = tiles.stages >= consumers and tiles.columns % ROWS == 0
+        walks = tiles.stages >= tiles.rows // ROWS and tiles.columns % ROWS == 0
         if (tiles.plain and not plain) or (guarded and not walks):
             continue
         if not _within_blocks(spec, tiles.columns):
             continue
         if ragged(spec) and _narrowed(spec, tiles.columns):  # O has the parts of V
             continue
-        programs = PROGRAMS_PCIE if "PCIe" in kind else PROGRAMS
-        shared = [(programs, True), (programs, False)] if items > programs and not guarded else []
-        for many, ahead in (*shared, (0, False)):
+        for programs, ahead in _ways(spec, tiles, kind):
             sizes = tiles.rows, tiles.columns, tiles.stages, tiles.in_registers
-            config = ForwardConfig(*sizes, many, math.gcd(8, members), ahead)
+            config = ForwardConfig(*sizes, programs, ahead)
             fits = shared_memory(spec, config) <= SHARED_MEMORY
             if fits and not (ahead and tiles.in_registers):
                 found.append(config)
-    return tuple(found)
+    return tuple(sorted(found, key=lambda config: not staged(spec, config)))

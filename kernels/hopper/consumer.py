@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.kernels import softmax
-from flashjax.kernels.hopper.buffers import Tiles
 from flashjax.kernels.hopper.config import (
     REGISTERS,
     ROWS,
@@ -20,8 +19,8 @@ from flashjax.kernels.hopper.config import (
     guards,
 )
 from flashjax.kernels.hopper.items import Following, Place
-from flashjax.kernels.hopper.refs import Call, Refs
-from flashjax.kernels.hopper.tile import ROW, TILE
+from flashjax.kernels.hopper.refs import Call, Copies, Refs
+from flashjax.kernels.hopper.tile import ROW, TILE, Staged
 from flashjax.kernels.hopper.vote import any_of_warp, any_of_warpgroup
 from flashjax.kernels.hopper.walk import Walk
 from flashjax.kernels.tile import Reader, Scored, Tile, seen
@@ -74,7 +73,10 @@ class Rows:
         self.mine = pl.ds(warpgroup * ROWS, ROWS)
         self.first_row = block * call.config.rows + warpgroup * ROWS
         self.walk: Walk = call.walker.at(refs.path, (batch, head), block)
-        self.reader: Reader = call.scorer.at(refs.own, (batch, head))
+        own = list(refs.own)
+        for leaf, tiles in refs.staged.items():
+            own[leaf] = Staged(tiles.parts(warpgroup))
+        self.reader: Reader = call.scorer.at(own, (batch, head))
 
     def query(self) -> list[Any]:
         """What the products take as Q."""
@@ -99,6 +101,16 @@ class Rows:
     def tile(self, t: Any) -> Tile:
         columns = self.call.config.columns
         return Tile(self.first_row, self.walk.tile(t) * columns, ROWS, columns)
+
+    def score(self, products: jax.Array, tile: Tile, masked: bool) -> Scored:
+        barriers, own = self.refs.own_bar, self.warpgroup
+        if barriers is not None:
+            plgpu.barrier_wait(barriers.full.at[own])
+        scored = self.reader.score(products, tile, masked)
+        if barriers is not None:
+            plgpu.commit_smem()  # TMA writes there next
+            plgpu.barrier_arrive(barriers.empty.at[own])
+        return scored
 
     def weigh(self, scored: Scored, tile: Tile, m_before: jax.Array) -> Weighed:
         unit, scores = self.call.scorer.unit, scored.scores
@@ -153,7 +165,7 @@ class Rows:
     def _first_of(self, products: jax.Array) -> Pending:
         plgpu.barrier_arrive(self.refs.k_bar.empty.at[self.slot(jnp.int32(0))])
         tile = self.tile(jnp.int32(0))
-        scored = self.reader.score(products, tile, self.call.walker.masks_first)
+        scored = self.score(products, tile, self.call.walker.masks_first)
         m, _, p, total = lax.optimization_barrier(self.weigh(scored, tile, self.none()))
         self._await_key(jnp.int32(1))
         return Pending(m, total, p)
@@ -181,7 +193,7 @@ class Rows:
             found = self._both_products(q, here, out_acc, p, last)
             plgpu.barrier_arrive(refs.k_bar.empty.at[here])
             tile = self.tile(t)
-            weighed = self.weigh(self.reader.score(found, tile, masked), tile, m_before)
+            weighed = self.weigh(self.score(found, tile, masked), tile, m_before)
             m, alpha, p, total = lax.optimization_barrier(weighed)
             self._await_key(t + 1)
             out = self._out(out_acc, last)
@@ -271,24 +283,23 @@ class Rows:
     def _walk_guarded(self, q: Any, out_acc: Any) -> Sums:
         """All tiles as masked ones, in the same order, with 0 for the values that no row sees."""
         call, refs, own = self.call, self.refs, self.warpgroup
-        _, head, batch = self.place
-        head = lax.div(head, jnp.int32(call.spec.group))
         self.clear(out_acc)
+        plgpu.commit_smem()  # what was read from there is read before TMA writes there
 
-        def load(ref: Any, tile: Tile, whole: Any, buffer: Tiles) -> None:
-            at = (batch, pl.ds(tile.column, tile.columns), head)
-            for dims, part in buffer.copies(own, whole):
-                plgpu.copy_gmem_to_smem(ref.at[*at, dims], part, refs.again.at[own])
+        def load(copies: Copies) -> None:
+            for there, here in copies:
+                plgpu.copy_gmem_to_smem(there, here, refs.again.at[own])
                 plgpu.barrier_wait(refs.again.at[own])
 
         def step(t: Any, carry: Any) -> Any:
             m_before, l = carry
             tile = self.tile(t)
-            load(refs.key, tile, call.head_dims, refs.k)
+            keys, values = call.copies(refs, self.place, self.walk.tile(t), own)
+            load([*keys, *call.own_copies(refs, self.place, self.walk.tile(t), own)])
             scored = self.reader.score(self._scores(q, own), tile, True)
             refs.seen.at[own][...] = jnp.where(seen(scored, 0), 1.0, 0.0)
             weighed = self.weigh(scored, tile, m_before)
-            load(refs.value, tile, call.value_dims, refs.v)
+            load(values)
             self._clean(tile.columns)
             plgpu.commit_smem()
             for acc in out_acc:

@@ -18,12 +18,14 @@ from flashjax.kernels.hopper.config import (
     REGISTERS,
     ForwardConfig,
     guards,
+    heads_beside,
     held_head_dim,
     reduction_scratch,
+    staged,
 )
 from flashjax.kernels.hopper.consumer import consume
 from flashjax.kernels.hopper.items import Items, Place
-from flashjax.kernels.hopper.refs import Barriers, Call, Refs
+from flashjax.kernels.hopper.refs import Barriers, Call, Copies, Refs
 from flashjax.kernels.hopper.tile import Scorer
 from flashjax.kernels.hopper.walk import Walker
 from flashjax.masks import Blocks
@@ -39,9 +41,9 @@ def forward(
     call = Call(
         spec,
         config,
-        Scorer(spec, operands, rows, columns),
+        Scorer(spec, operands, rows, columns, staged=bool(staged(spec, config))),
         walker,
-        Items(spec, walker, config.programs, config.heads),
+        Items(spec, walker, config.programs, heads_beside(spec)),
         interpret,
     )
 
@@ -88,18 +90,21 @@ def scratch(call: Call) -> list[Any]:
     spec, config = call.spec, call.config
     consumers = config.consumers
 
-    def pair(number: int, loads: int) -> Barriers:
+    def pair(number: int, loads: int, readers: int = consumers) -> Barriers:
         full = plgpu.Barrier(num_barriers=number, num_arrivals=loads)
-        return Barriers(full, plgpu.Barrier(num_barriers=number, num_arrivals=consumers))
+        return Barriers(full, plgpu.Barrier(num_barriers=number, num_arrivals=readers))
 
     q, k, v, _ = call.buffers
+    parts = sum(len(x.widths) for x in call.staged.values())
     return [
-        *(buffer and buffer.scratch(spec.dtype) for buffer in call.buffers),
+        [buffer and buffer.scratch() for buffer in call.buffers],
+        [buffer.scratch() for buffer in call.staged.values()],
         plgpu.SMEM((config.rows,), jnp.float32),
         plgpu.SMEM((consumers, config.columns), jnp.float32) if guards(spec) else None,
         pair(q.count, len(q.widths)),
         pair(k.count, len(k.widths)),
         pair(v.count, len(v.widths)),
+        pair(consumers, parts, 1) if parts else None,
         plgpu.Barrier(num_arrivals=consumers),
         *(plgpu.Barrier(num_barriers=consumers) for _ in range(2)),
     ]
@@ -107,9 +112,14 @@ def scratch(call: Call) -> list[Any]:
 
 def produce(call: Call, refs: Refs) -> None:
     """Loads the queries of each item, and its tiles of keys and values as slots become free."""
-    config, spec, walker = call.config, call.spec, call.walker
+    config, walker = call.config, call.walker
     if config.consumers in REGISTERS:
         plgpu.set_max_registers(REGISTERS[config.consumers][1], action="decrease")
+
+    def load(copies: Copies, barriers: Barriers, slot: Any, used: Any) -> None:
+        pl.when(used)(lambda: plgpu.barrier_wait(barriers.empty.at[slot]))
+        for there, here in copies:
+            plgpu.copy_gmem_to_smem(there, here, barriers.full.at[slot])
 
     def item(i: Any, place: Place, _following: Any, carry: Any) -> Any:
         before = carry[1]
@@ -128,18 +138,14 @@ def produce(call: Call, refs: Refs) -> None:
         def _(t: Any) -> None:
             step = before + t
             slot = call.slot(step)
-            at = (batch, call.columns(walk.tile(t)), lax.div(head, jnp.int32(spec.group)))
-            for ref, whole, buffer, (full, empty) in (
-                (refs.key, call.head_dims, refs.k, refs.k_bar),
-                (refs.value, call.value_dims, refs.v, refs.v_bar),
-            ):
-
-                @pl.when(step >= config.stages)
-                def _(empty: Any = empty) -> None:
-                    plgpu.barrier_wait(empty.at[slot])
-
-                for dims, part in buffer.copies(slot, whole):
-                    plgpu.copy_gmem_to_smem(ref.at[*at, dims], part, full.at[slot])
+            tile = walk.tile(t)
+            keys, values = call.copies(refs, place, tile, slot)
+            load(keys, refs.k_bar, slot, step >= config.stages)
+            if refs.own_bar is not None:
+                for consumer in range(config.consumers):
+                    own = call.own_copies(refs, place, tile, consumer)
+                    load(own, refs.own_bar, consumer, step >= 1)
+            load(values, refs.v_bar, slot, step >= config.stages)
 
         return i + 1, before + walk.count
 
@@ -156,7 +162,10 @@ def _observe(call: Call, refs: Refs, items: Any, steps: Any) -> None:
         (refs.q_bar.empty, items if call.items.shared else 0, config.queries),
         (refs.k_bar.empty, steps, config.stages),
         (refs.v_bar.empty, steps, config.stages),
+        (refs.own_bar and refs.own_bar.empty, steps * config.consumers, config.consumers),
     ):
+        if empty is None:
+            continue
         for slot in range(count):
 
             @pl.when(slot < used)

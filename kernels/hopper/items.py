@@ -45,7 +45,7 @@ class Items:
         self.blocks, self.heads = walker.own.count, heads
         self._spec = spec
         self.count = self.blocks * spec.heads * spec.batch
-        lengths = walker.lengths() if programs else None
+        lengths = walker.lengths if programs else None
         self.shared = lengths is not None and self.count > programs
         self.programs = programs if self.shared else self.count
         self.arrays: list[jax.Array] = []

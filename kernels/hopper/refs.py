@@ -11,17 +11,22 @@ from jax import lax
 
 from flashjax.kernels.hopper.buffers import Buffer, Tiles
 from flashjax.kernels.hopper.config import (
+    ROWS,
+    TOGETHER,
     ForwardConfig,
     apart,
     held_head_dim,
     padded_head_dim,
     ragged,
+    staged,
     swizzle_elements,
 )
-from flashjax.kernels.hopper.items import Items
-from flashjax.kernels.hopper.tile import Scorer
+from flashjax.kernels.hopper.items import Items, Place
+from flashjax.kernels.hopper.tile import Leaf, Scorer
 from flashjax.kernels.hopper.walk import Walker
 from flashjax.spec import Spec
+
+Copies = list[tuple[Any, Any]]
 
 
 class Barriers(NamedTuple):
@@ -46,11 +51,13 @@ class Refs(NamedTuple):
     k: Tiles
     v: Tiles
     o: Tiles | None
+    staged: dict[int, Tiles]  # by their place in `own`
     l: Any  # rows' LSE
     seen: Any  # of each consumer: 1 for a column that one of its rows sees
     q_bar: Barriers
     k_bar: Barriers
     v_bar: Barriers
+    own_bar: Barriers | None  # of each consumer's staged operands
     done: Any  # all consumers are through with the tiles in shared memory
     again: Any  # a consumer's own loads
     turn: Any  # a consumer is through with walking again
@@ -75,11 +82,10 @@ class Call:
             n = len(owner.arrays)
             parts.append(rest[:n])
             rest = rest[n:]
-        out, lse, *buffers = rest[: 2 + len(self.buffers)]
-        tiles = [
-            buffer and buffer.of(ref) for buffer, ref in zip(self.buffers, buffers, strict=True)
-        ]
-        every = [query, key, value, *parts, out, lse, *tiles, *rest[2 + len(tiles) :]]
+        out, lse, buffers, staged, *rest = rest
+        tiles = [b and b.of(ref) for b, ref in zip(self.buffers, buffers, strict=True)]
+        operands = {i: b.of(ref) for (i, b), ref in zip(self.staged.items(), staged, strict=True)}
+        every = [query, key, value, *parts, out, lse, *tiles, operands, *rest]
         return Refs(*every)
 
     @property
@@ -87,14 +93,25 @@ class Call:
         """Of q, k, v and o."""
         spec, config = self.spec, self.config
         head, value = padded_head_dim(spec.head_dim), padded_head_dim(spec.value_dim)
-        ways = {"ragged": ragged(spec), "interpreted": self.interpret is not None}
-        q = Buffer(config.queries, config.rows, head, swizzle_elements(head), **ways)
+        ways = jnp.dtype(spec.dtype), ragged(spec), self.interpret is not None
+        q = Buffer(config.queries, config.rows, head, swizzle_elements(head), *ways)
         k = dataclasses.replace(q, count=config.stages, rows=config.columns)
         # A product over columns takes whole swizzled tiles of them.
         wide = swizzle_elements(value, config.columns)
         v = dataclasses.replace(k, dim=value, wide=wide)
-        o = Buffer(1, config.rows, value, swizzle_elements(value), **ways)
+        o = Buffer(1, config.rows, value, swizzle_elements(value), *ways)
         return q, k, v, o if apart(spec, config) else None
+
+    @property
+    def staged(self) -> dict[int, Buffer]:
+        """Of operands of rows × columns, by their place in the scorer: a tile for each consumer."""
+        config, spec, found = self.config, self.spec, {}
+        for i, itemsize in staged(spec, config).items():
+            wide = swizzle_elements(config.columns, itemsize=itemsize)
+            split = spec.rows % TOGETHER != 0 or spec.columns % wide != 0
+            ways = self.scorer.arrays[i].dtype, split, self.interpret is not None
+            found[i] = Buffer(config.consumers, ROWS, config.columns, wide, *ways)
+        return found
 
     @property
     def head_dims(self) -> Any:
@@ -118,6 +135,29 @@ class Call:
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.config.stages))
+
+    def copies(self, refs: Refs, place: Place, tile: Any, slot: Any) -> tuple[Copies, Copies]:
+        """What brings a tile of keys and one of values into a slot: from where and to where."""
+        _, head, batch = place
+        at = (batch, self.columns(tile), lax.div(head, jnp.int32(self.spec.group)))
+        keys, values = refs.k.copies(slot, self.head_dims), refs.v.copies(slot, self.value_dims)
+        return (
+            [(refs.key.at[*at, dims], part) for dims, part in keys],
+            [(refs.value.at[*at, dims], part) for dims, part in values],
+        )
+
+    def own_copies(self, refs: Refs, place: Place, tile: Any, consumer: Any) -> Copies:
+        """The same for a consumer's staged operands."""
+        block, head, batch = place
+        rows = pl.ds(block * self.config.rows + consumer * ROWS, ROWS)
+        found = []
+        for i, tiles in refs.staged.items():
+            leaf = self.scorer.leaves[i]
+            assert isinstance(leaf, Leaf)
+            lead = leaf.lead((batch, head))
+            for columns, part in tiles.copies(consumer, self.columns(tile)):
+                found.append((refs.own[i].at[*lead, rows, columns], part))
+        return found
 
 
 def _all_of(dim: int) -> Any:

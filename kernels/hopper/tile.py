@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,6 +22,12 @@ TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
 
 
+class Staged(NamedTuple):
+    """An operand whose tile is in shared memory, in parts that lie beside one another."""
+
+    parts: list[Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """The shape of one rank-4 operand, its vectors as long as the tiles reach."""
@@ -30,15 +36,22 @@ class Leaf:
     boolean: bool  # held as an integer
     block: tuple[int, int] | None = None  # of `Blocked` values; tiles lie within one
 
+    def lead(self, at: Any) -> tuple[Any, ...]:
+        """Its own batch member and head."""
+        return tuple(
+            i if size != 1 else jnp.int32(0) for i, size in zip(at, self.shape[:2], strict=True)
+        )
+
     def load(self, ref: Any, at: Any, tile: Tile, spec: Spec) -> jax.Array:
         """The tile's values of batch member and head `at`; a scalar, or a full tile."""
         found = self._load(ref, at, tile)
         return found.astype(jnp.int32) != 0 if self.boolean else found
 
     def _load(self, ref: Any, at: Any, tile: Tile) -> jax.Array:
-        lead = tuple(
-            i if size != 1 else jnp.int32(0) for i, size in zip(at, self.shape[:2], strict=True)
-        )
+        if isinstance(ref, Staged):
+            parts = [plgpu.load(part, layout=TILE) for part in ref.parts]
+            return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
+        lead = self.lead(at)
         if self.block is not None:
             starts = zip((tile.row, tile.column), self.block, self.shape[2:], strict=True)
             # A tile may hang over the last row.
@@ -70,22 +83,33 @@ def exp2(x: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
 
 
 class Scorer(tile.Scorer):
-    """The operands of a call whose tiles are of `rows` and `columns`."""
+    """The operands of a call whose tiles are of `rows` and `columns`.
 
-    def __init__(self, spec: Spec, operands: Operands, rows: Blocks, columns: Blocks) -> None:
+    With `staged`, those of rows × columns come through shared memory.
+    """
+
+    def __init__(
+        self, spec: Spec, operands: Operands, rows: Blocks, columns: Blocks, *, staged: bool
+    ) -> None:
         def leaf(x: Any) -> tuple[jax.Array, Leaf]:
             if isinstance(x, Blocked):
                 values, block = x.values, (x.block_rows, x.block_columns)
                 boolean = values.dtype == jnp.bool_
                 values = values.astype(jnp.int32) if boolean else values
                 return values, Leaf(values.shape, boolean, block)
-            # A load in registers has no mask: what it may reach past the end is there, and hidden.
-            pads = [(0, 0), (0, 0)]
-            for size, blocks in zip(x.shape[2:], (rows, columns), strict=True):
-                pads.append((0, blocks.padded - blocks.length if size != 1 else 0))
             boolean = x.dtype == jnp.bool_
             x = x.astype(jnp.int8) if boolean else x
-            padded = jnp.pad(x, pads) if any(after for _, after in pads) else x
+            if staged and x.shape[2] != 1 and x.shape[3] != 1:
+                # TMA wants its rows in whole 16 bytes.
+                after = [0, -x.shape[3] % (16 // x.dtype.itemsize)]
+            else:
+                # A load in registers has no mask: what it may reach past the end is there, hidden.
+                after = [
+                    blocks.padded - blocks.length if size != 1 else 0
+                    for size, blocks in zip(x.shape[2:], (rows, columns), strict=True)
+                ]
+            pads = [(0, 0), (0, 0), *((0, more) for more in after)]
+            padded = jnp.pad(x, pads) if any(after) else x
             return padded, Leaf(padded.shape, boolean)
 
         super().__init__(spec, operands, leaf, MOSAIC, exp2)

@@ -13,6 +13,7 @@ from jax import lax
 
 from flashjax.kernels import walk
 from flashjax.kernels.hopper.replay import MOSAIC
+from flashjax.kernels.visits import visits
 from flashjax.masks import Blocks, Mask, schedule
 from flashjax.masks.schedule import Pair
 from flashjax.spec import Spec
@@ -25,16 +26,25 @@ class Walker(walk.Walker):
         super().__init__(spec, mask, rows, columns, "rows", MOSAIC)
         # Whether the first tile of a walk may hide anything.
         self.masks_first = mask is not None or self.masked or columns.padded != columns.length
+        self.lengths: np.ndarray[Any, Any] | None = None  # tiles of each block; arrays do not tell
+        self.loops = True, True  # whether any walk has PARTIAL, or FULL, tiles after its first
+        if not self.arrays:
+            partial, full = self._counts()
+            self.lengths = partial + full
+            self.loops = bool((partial > 1).any()), bool((full > 0).any())
 
-    def lengths(self) -> np.ndarray[Any, Any] | None:
-        """How many tiles each block visits; None where only arrays tell."""
-        if self.arrays:
-            return None
+    def _counts(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """How many PARTIAL and how many FULL tiles each block visits."""
         if self.mask is None:
-            return np.full(self.own.count, self.other.count)
+            whole = 0 if self.masked else self.other.length // self.other.size
+            full = np.full(self.own.count, whole)
+            return self.other.count - full, full
         with jax.ensure_compile_time_eval():
-            walk = schedule(self.mask, self.own, self.other, "rows")
-            return np.broadcast_to(np.asarray(walk.count)[0, 0], (self.own.count,))
+            found = visits(schedule(self.mask, self.own, self.other, "rows"), masked=self.masked)
+            sizes = np.asarray(found.ranges[0, 0, ..., 1] - found.ranges[0, 0, ..., 0])
+        sizes = np.broadcast_to(sizes, (self.own.count, sizes.shape[-1]))
+        n = found.partial
+        return sizes[:, :n].sum(1), sizes[:, n:].sum(1)
 
     def at(self, refs: Any, at: Any, block: Any) -> Walk:
         """The walk of one block of one batch member and head."""
@@ -42,7 +52,7 @@ class Walker(walk.Walker):
         def read(i: int, index: tuple[Any, ...]) -> Any:
             return refs[i][tuple(jnp.int32(x) for x in index)]
 
-        return Walk(*self.ranges(read, at, block))
+        return Walk(*self.ranges(read, at, block), self.loops)
 
 
 class Walk:
@@ -51,12 +61,18 @@ class Walk:
     A block that sees nothing takes one tile, which hides everything.
     """
 
-    def __init__(self, partial: list[Pair], full: list[Pair], tile: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        partial: list[Pair],
+        full: list[Pair],
+        tile: Callable[[Any], Any],
+        loops: tuple[bool, bool],
+    ) -> None:
         self._ranges, self._tile = [*partial, *full], tile
         sizes = (jnp.int32(end - begin) for begin, end in self._ranges)
         self._before = list(itertools.accumulate(sizes, initial=jnp.int32(0)))
         self._masked = self._before[len(partial)]
-        self._kinds = bool(partial), bool(full)
+        self._kinds = bool(partial) and loops[0], bool(full) and loops[1]
         self.count = lax.max(self._before[-1], jnp.int32(1))
 
     def tile(self, step: Any) -> Any:

@@ -35,7 +35,7 @@ from tests.kernels import mosaic
 from tests.oracle import Array
 
 H200 = Device("cuda", "NVIDIA H200", "9.0")
-ONE_AN_ITEM = ForwardConfig(128, 64, 2, False, 0, 1)
+ONE_AN_ITEM = ForwardConfig(128, 64, 2, False, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,9 @@ TOGETHER: dict[str, tuple[tuple[str, ...], Shape, Any]] = {
     "two ranges": (
         ("sink_tokens_and_window", "bias (1,N,T,S)"), Shape(1, 140, 200, 2, 1, 64, 64), BF16,
     ),
+    "whole tiles of operands": (
+        ("boolean_per_head", "bias (1,N,T,S)"), Shape(1, 128, 128, 2, 1, 64, 64), BF16,
+    ),
     "capped": (("soft_cap", "chunks"), Shape(1, 130, 190, 1, 1, 64, 64), BF16),
 }  # fmt: skip
 
@@ -86,17 +89,17 @@ def test_features_together(name: str) -> None:
 
 
 CONFIGS = {
-    "programs that share items": (Shape(1, 300, 300, 4, 2, 64, 64), (128, 64, 2, False, 2, 2)),
-    "items that overlap": (Shape(1, 300, 260, 4, 2, 64, 64), (128, 64, 2, False, 2, 2, True)),
+    "programs that share items": (Shape(1, 300, 300, 4, 2, 64, 64), (128, 64, 2, False, 2)),
+    "items that overlap": (Shape(1, 300, 260, 4, 2, 64, 64), (128, 64, 2, False, 2, True)),
     "output through Q, overlapping": (
         Shape(1, 200, 184, 2, 2, 128, 128),
-        (128, 160, 2, False, 2, 1, True),
+        (128, 160, 2, False, 2, True),
     ),
-    "queries in registers": (Shape(1, 300, 300, 2, 2, 64, 64), (128, 64, 2, True, 2, 1)),
-    "output through Q": (Shape(1, 200, 100, 2, 2, 256, 256), (128, 64, 2, False, 2, 1)),
-    "three consumers, a wide value": (Shape(1, 200, 150, 1, 1, 64, 96), (192, 96, 3, False, 0, 1)),
-    "head dims of no tile": (Shape(1, 150, 100, 2, 1, 80, 20), (128, 64, 2, False, 0, 1)),
-    "a narrow value": (Shape(1, 200, 104, 1, 1, 192, 128), (128, 96, 2, False, 0, 1)),
+    "queries in registers": (Shape(1, 300, 300, 2, 2, 64, 64), (128, 64, 2, True, 2)),
+    "output through Q": (Shape(1, 200, 100, 2, 2, 256, 256), (128, 64, 2, False, 2)),
+    "three consumers, a wide value": (Shape(1, 200, 150, 1, 1, 64, 96), (192, 96, 3, False, 0)),
+    "head dims of no tile": (Shape(1, 150, 100, 2, 1, 80, 20), (128, 64, 2, False, 0)),
+    "a narrow value": (Shape(1, 200, 104, 1, 1, 192, 128), (128, 96, 2, False, 0)),
 }
 
 
@@ -171,7 +174,7 @@ def test_programs_that_share_items_end_together() -> None:
     rows, columns = Blocks(4096, 128), Blocks(4096, 128)
     walker = Walker(spec, Causal(), rows, columns)
     items = Items(spec, walker, 132, 8)
-    lengths = walker.lengths()
+    lengths = walker.lengths
     assert lengths is not None
     np.testing.assert_array_equal(lengths, np.arange(1, 33))
     loads = []
