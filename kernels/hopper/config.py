@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -12,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashjax import backend
+from flashjax.kernels.hopper.walk import visited
 from flashjax.masks import Blocks
-from flashjax.masks.schedule import hides, schedule
+from flashjax.masks.schedule import hides
 from flashjax.spec import Spec
 from flashjax.structure import is_blocked
 
@@ -208,13 +208,12 @@ def _is_large(spec: Spec) -> bool:
     return padded_head_dim(max(spec.head_dim, spec.value_dim)) == HEAD_DIMS[-1]
 
 
-@functools.lru_cache(maxsize=256)
 def _mean_walk(mask: Any, rows: Blocks, columns: Blocks) -> float:
     """Tiles that a block of rows visits on average; all of them, where only arrays tell."""
-    if mask is None or jax.tree.leaves(mask):
+    if jax.tree.leaves(mask):
         return columns.count
-    with jax.ensure_compile_time_eval():
-        return float(np.mean(np.asarray(schedule(mask, rows, columns, "rows").count)))
+    partial, full = visited(mask, rows, columns)
+    return float(np.mean(partial + full))
 
 
 def _ways(spec: Spec, tiles: Tiles, kind: str) -> list[tuple[int, bool]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -13,10 +15,32 @@ from jax import lax
 
 from flashjax.kernels import walk
 from flashjax.kernels.hopper.replay import MOSAIC
-from flashjax.kernels.visits import visits
+from flashjax.kernels.visits import Visits, visits
 from flashjax.masks import Blocks, Mask, schedule
 from flashjax.masks.schedule import Pair
 from flashjax.spec import Spec
+
+
+@functools.lru_cache(maxsize=1024)
+def visited(
+    mask: Mask | None, rows: Blocks, columns: Blocks, *, masked: bool = False
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """How many PARTIAL and how many FULL tiles each block of rows visits; `mask` has no arrays."""
+    if mask is None:
+        full = np.full(rows.count, 0 if masked else columns.length // columns.size)
+        return columns.count - full, full
+
+    @jax.jit
+    def ranges() -> Visits:
+        return visits(schedule(mask, rows, columns, "rows"), masked=masked)
+
+    # A thread of its own knows of no trace and no mesh: there it is one small program, while
+    # `jax.ensure_compile_time_eval` compiles each of its operations.
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: jax.device_get(ranges())).result()
+    sizes = found.ranges[0, 0]
+    sizes = np.broadcast_to(sizes[..., 1] - sizes[..., 0], (rows.count, sizes.shape[-2]))
+    return sizes[:, : found.partial].sum(1), sizes[:, found.partial :].sum(1)
 
 
 class Walker(walk.Walker):
@@ -29,22 +53,9 @@ class Walker(walk.Walker):
         self.lengths: np.ndarray[Any, Any] | None = None  # tiles of each block; arrays do not tell
         self.loops = True, True  # whether any walk has PARTIAL, or FULL, tiles after its first
         if not self.arrays:
-            partial, full = self._counts()
+            partial, full = visited(mask, rows, columns, masked=self.masked)
             self.lengths = partial + full
             self.loops = bool((partial > 1).any()), bool((full > 0).any())
-
-    def _counts(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """How many PARTIAL and how many FULL tiles each block visits."""
-        if self.mask is None:
-            whole = 0 if self.masked else self.other.length // self.other.size
-            full = np.full(self.own.count, whole)
-            return self.other.count - full, full
-        with jax.ensure_compile_time_eval():
-            found = visits(schedule(self.mask, self.own, self.other, "rows"), masked=self.masked)
-            sizes = np.asarray(found.ranges[0, 0, ..., 1] - found.ranges[0, 0, ..., 0])
-        sizes = np.broadcast_to(sizes, (self.own.count, sizes.shape[-1]))
-        n = found.partial
-        return sizes[:, :n].sum(1), sizes[:, n:].sum(1)
 
     def at(self, refs: Any, at: Any, block: Any) -> Walk:
         """The walk of one block of one batch member and head."""
