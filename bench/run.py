@@ -103,7 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--implementations",
         type=some_of(implementations, implementations),
-        default=["triton"] if on_gpu else ["xla"],
+        default=["mosaic", "triton"] if on_gpu else ["xla"],
         help="this library's",
     )
     parser.add_argument(
