@@ -1,0 +1,46 @@
+"""The Hopper kernel in each configuration, on a GPU."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from flashjax.bind import Arguments, bind
+from flashjax.kernels.hopper import BACKEND
+from flashjax.plan import current_device
+from tests.features import build
+from tests.inputs import BF16, CHOSEN, F16, Shape, same_bits
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("columns", [328, 333])
+@pytest.mark.parametrize(
+    ("dtype", "width", "value"),
+    [(BF16, 64, 64), (F16, 96, 96), (BF16, 128, 128), (BF16, 192, 128), (BF16, 256, 256)],
+)
+def test_every_configuration_offered(
+    dtype: Any, width: int, value: int, columns: int, causal: bool
+) -> None:
+    """Held to the bound, and the same bits three times."""
+    if CHOSEN not in (None, "mosaic"):
+        pytest.skip("the configurations of the Mosaic GPU kernels")
+    # More items than programs; columns that TMA takes in eights, and not.
+    made = build(Shape(2, 424, columns, 24, 12, width, value), ("is_causal",) * causal, dtype)
+    bound = bind(made.query, made.key, made.value, Arguments(is_causal=causal))
+    device = current_device()
+    reason = BACKEND.unsupported(bound.spec, device)
+    if reason is not None:
+        pytest.skip(reason)
+    offered = BACKEND.configs(bound.spec, device)
+    assert len({str(x) for x in offered}) == len(offered) > 1
+    for config in offered:
+        attend = jax.jit(lambda x, c=config: BACKEND.forward(bound.spec, c, x))
+        out, lse = attend(bound.operands)
+        made.judge.hold({"out": np.asarray(out), "lse": np.asarray(lse).swapaxes(1, 2)})
+        for _ in range(2):
+            again = attend(bound.operands)
+            assert same_bits(again[0], out), config
+            assert same_bits(again[1], lse), config
