@@ -29,8 +29,9 @@ TMA_ELEMENTS = 8  # of 16 bits: rows in global memory are whole 16 bytes
 # Registers of a consumer's and of the producer's thread, by consumers; one consumer keeps what it
 # was launched with.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
-PROGRAMS = 132  # multiprocessors of an H100 SXM, H200 and GH200
-PROGRAMS_PCIE = 114
+# Multiprocessors: of an H100 SXM, H100 NVL, H200 and GH200, and by the ends of other names.
+PROGRAMS = 132
+OTHER_PROGRAMS = {"PCIe": 114, "H20": 78}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _mean_walk(mask: Any, rows: Blocks, columns: Blocks) -> float:
 
 def _ways(spec: Spec, tiles: Tiles, kind: str) -> list[tuple[int, bool]]:
     """Programs, and whether their items overlap, best first."""
-    programs = PROGRAMS_PCIE if "PCIe" in kind else PROGRAMS
+    programs = next((n for end, n in OTHER_PROGRAMS.items() if kind.endswith(end)), PROGRAMS)
     items = -(-spec.rows // tiles.rows) * spec.batch * spec.heads
     alone, shared, overlapping = (0, False), (programs, False), (programs, True)
     if items <= programs or guards(spec):
