@@ -7,6 +7,7 @@ then subtracts 0 instead, so that no inf − inf can arise.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple, Protocol
 
@@ -71,33 +72,66 @@ def probabilities(scores: jax.Array, lse: jax.Array) -> jax.Array:
     return jnp.exp(scores - _finite(lse)[..., None])
 
 
-# The same in base 2, as kernels take it: GPUs have exp2, and score · unit costs one multiply-add
-# with the subtraction of the maximum. `unit` is log2(e) times whatever factor scores still want,
-# and positive, so that it can be applied to the maximum alone.
+# The same as kernels take it: GPUs have exp2 alone.
 
 LN_2 = math.log(2)
+LOG2_E = math.log2(math.e)
 
 
 class Exp2(Protocol):
-    """2^(x · unit − shift), each architecture's own way; `shift` broadcasts to `x`."""
+    """2^(x · unit − shift), each architecture's own way; `shift` broadcasts to `x`, None is 0."""
 
-    def __call__(self, x: jax.Array, unit: float, shift: jax.Array) -> jax.Array: ...
-
-
-def update_base2(running: Running, scores: jax.Array, unit: float, exp2: Exp2) -> Update:
-    """:func:`update` for scores (rows, columns) in units of `unit`; m is a power of 2."""
-    m = jnp.maximum(running.m, scores.max(-1) * unit)
-    shift = _finite(m)
-    alpha = exp2(running.m, 1.0, shift)
-    p = exp2(scores, unit, shift[..., None])
-    return Update(Running(m, running.l * alpha + p.sum(-1)), alpha, p)
+    def __call__(self, x: jax.Array, unit: float, shift: jax.Array | None) -> jax.Array: ...
 
 
-def finish_base2(running: Running, sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """:func:`finish`, from base 2 to the natural log."""
-    return finish(Running(running.m * LN_2, running.l), sink)
+@dataclasses.dataclass(frozen=True)
+class Exponents:
+    """How a kernel takes the exponentials of scores.
 
+    With a `unit`, positive, score · unit is the exponent of 2, and so are maxima: one multiply-add
+    with the subtraction of the maximum. Its rounding counts where scores are far from 0, as with
+    a bias of −1e10 for what is hidden: at a maximum m the difference is off by up to 2⁻²⁴ m. With
+    None the maximum is subtracted first, exactly, and maxima are natural exponents, as scores are.
+    """
 
-def shift_base2(lse: jax.Array) -> jax.Array:
-    """What :func:`probabilities` subtracts, for `Exp2`; 0 where a row has LSE −inf."""
-    return _finite(lse) * (1 / LN_2)
+    exp2: Exp2
+    unit: float | None
+
+    @property
+    def doubling(self) -> float:
+        """What doubles a weight, in units of maxima."""
+        return LN_2 if self.unit is None else 1.0
+
+    def maxima(self, scores: jax.Array) -> jax.Array:
+        """Of each row, (rows,)."""
+        found = scores.max(-1)
+        return found if self.unit is None else found * self.unit
+
+    def decay(self, m: jax.Array, shift: jax.Array) -> jax.Array:
+        """The factor that takes sums under the maximum `m` to those under `shift`."""
+        return self.exp2(m - shift, LOG2_E, None) if self.unit is None else self.exp2(m, 1.0, shift)
+
+    def weights(self, scores: jax.Array, shift: jax.Array) -> jax.Array:
+        """Of a tile of scores; `shift` broadcasts to it."""
+        if self.unit is None:
+            return self.exp2(scores - shift, LOG2_E, None)
+        return self.exp2(scores, self.unit, shift)
+
+    def update(self, running: Running, scores: jax.Array) -> Update:
+        """:func:`update`."""
+        m = jnp.maximum(running.m, self.maxima(scores))
+        shift = _finite(m)
+        alpha = self.decay(running.m, shift)
+        p = self.weights(scores, shift[..., None])
+        return Update(Running(m, running.l * alpha + p.sum(-1)), alpha, p)
+
+    def finish(
+        self, running: Running, sink: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """:func:`finish`."""
+        m = running.m if self.unit is None else running.m * LN_2
+        return finish(Running(m, running.l), sink)
+
+    def shift(self, lse: jax.Array) -> jax.Array:
+        """What :func:`probabilities` subtracts; 0 where a row has LSE −inf."""
+        return _finite(lse) if self.unit is None else _finite(lse) * (1 / LN_2)

@@ -1,13 +1,12 @@
 """What happens to one tile of scores, the same in every pass: scale, bias, modifier, mask, dropout.
 
-Scores are kept in units of ``Scorer.unit``: score · unit is the exponent of 2. A plain scale is
-folded into the unit, so that a tile costs one multiply-add before its exp2.
+A plain scale is folded into the unit of the exponents (`softmax.Exponents`): a tile costs one
+multiply-add before its exp2.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +22,6 @@ from flashjax.scores import Score, pulled_back
 from flashjax.spec import Operands, Spec
 from flashjax.structure import At, is_blocked
 
-LOG2_E = math.log2(math.e)
 # Scales that float32 holds with log2(e) to spare; others multiply every score.
 LEAST_FOLDED = 2.0**-64
 
@@ -65,7 +63,7 @@ class Tile(NamedTuple):
 class Scored(NamedTuple):
     """A tile of scores and what its backward needs."""
 
-    scores: jax.Array  # in units of Scorer.unit, −inf where hidden
+    scores: jax.Array  # in units of the exponents, −inf where hidden
     raw: jax.Array  # scale · q·k + bias; q·k itself where the unit holds the scale
     products: jax.Array  # q·k
     keep: jax.Array | None  # None where all elements take part
@@ -122,7 +120,7 @@ class Scorer:
         rest = dataclasses.replace(operands, query=None, key=None, value=None)
         leaves, tree = jax.tree.flatten(rest, is_leaf=is_blocked)
         self._tree: Any = tree
-        self.spec, self.lowering, self.exp2 = spec, lowering, exp2
+        self.spec, self.lowering = spec, lowering
         pairs = [leaf(x) for x in leaves]
         self.arrays, self.leaves = [x for x, _ in pairs], [x for _, x in pairs]
         shapes = spec.shapes
@@ -134,7 +132,8 @@ class Scorer:
         by_bias = shapes.bias is not None
         self.guards_rows = hidden_rows or by_bias
         self.guards_columns = hidden_columns or by_bias
-        self.unit = LOG2_E * (scale if self.folded else 1.0)
+        unit = softmax.LOG2_E * scale if self.folded else None
+        self.exponents = softmax.Exponents(exp2, unit)
 
     def at(self, refs: Any, at: Any = (0, 0)) -> Reader:
         """What a program reads of one of its batch members and heads, counted within its own."""
@@ -242,8 +241,8 @@ class Reader:
 
         `lse` and `delta` are vectors of rows.
         """
-        shift = tile.of_rows(softmax.shift_base2(lse))
-        p = self.scorer.exp2(scored.scores, self.scorer.unit, shift)
+        exponents = self.scorer.exponents
+        p = exponents.weights(scored.scores, tile.of_rows(exponents.shift(lse)))
         dropped, d_p = self.drop(tile, p, d_p)
         d_scores = hidden(p * (d_p - tile.of_rows(delta)), scored.keep)
         d_raw, d_leaves = self.pull(scored, d_scores, tile)

@@ -21,6 +21,7 @@ from tests.inputs import (
     Case,
     Shape,
     attention,
+    case,
     check,
     jit,
     poisoned,
@@ -243,6 +244,18 @@ def test_what_is_hidden_never_arrives(
     for value in (np.nan, np.inf):
         for name, x in run(implementation, with_hidden(clean, value), step).items():
             assert same_bits(x, expected[name]), (name, value)
+
+
+@pytest.mark.parametrize("pad", [-1e10, -1e30, float(np.finfo(np.float32).min)])
+def test_biases_that_hide_by_large_numbers(
+    pad: float, implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole tiles of them come before what a row sees: their exponents must not overflow."""
+    small_tiles(monkeypatch, *SMALL)
+    shape = Shape(1, 70, 300, 2, 1, 8, 8)
+    column = np.arange(shape.S)
+    bias = np.where((column < 130) | (column >= 170), pad, 0)[None, None, None].astype(F32)
+    check(implementation, case(shape, USUAL, 6, operands={"bias": bias}))
 
 
 def with_hidden(case: Case, value: float) -> Case:

@@ -111,15 +111,15 @@ class Rows:
         return scored
 
     def weigh(self, scored: Scored, tile: Tile, m_before: jax.Array) -> Weighed:
-        unit, scores = self.call.scorer.unit, scored.scores
-        m = jnp.maximum(m_before, scores.max(axis=1) * unit)
-        m = jnp.where(m - m_before > SLACK, m, m_before)
+        exponents, scores = self.call.scorer.exponents, scored.scores
+        m = jnp.maximum(m_before, exponents.maxima(scores))
+        m = jnp.where(m - m_before > SLACK * exponents.doubling, m, m_before)
         # A row that has seen nothing: any finite number in place of −inf.
         shift = jnp.where(m == -jnp.inf, 0.0, m)
-        p = self.call.scorer.exp2(scores, unit, spread(shift, scores.shape))
+        p = exponents.weights(scores, spread(shift, scores.shape))
         total = partial_sums(p)
         (p,) = self.reader.drop(tile, p)
-        return Weighed(m, jnp.exp2(m_before - shift), p, total)
+        return Weighed(m, exponents.decay(m_before, shift), p, total)
 
     def none(self) -> jax.Array:
         return plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
@@ -259,7 +259,7 @@ class Rows:
             whole = Tile(self.first_row, 0, ROWS, call.config.columns)
             sink = self.reader.load("sinks", whole).astype(jnp.float32)
         running = softmax.Running(sums.m, sums.l.sum(axis=1))
-        factor, lse = softmax.finish_base2(running, sink)
+        factor, lse = call.scorer.exponents.finish(running, sink)
         separate = refs.o is not None
         tiles, i = (refs.q, self.buffer) if refs.o is None else (refs.o, 0)
         if call.items.shared and separate:  # the item before is out

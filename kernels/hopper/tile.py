@@ -77,9 +77,9 @@ class Leaf:
         return scalar
 
 
-def exp2(x: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
+def exp2(x: jax.Array, unit: float, shift: jax.Array | None) -> jax.Array:
     """2^(x · unit − shift): the compiler makes it one multiply-add and ``ex2.approx``."""
-    return jnp.exp2(x * unit - shift)
+    return jnp.exp2(x * unit) if shift is None else jnp.exp2(x * unit - shift)
 
 
 class Scorer(tile.Scorer):

@@ -58,9 +58,7 @@ def forward(
                 scored = reader.score(product(q, k, precision), tile, masked)
                 if guard:
                     v = v.only(seen(scored, tile.row_axis))
-                running, alpha, p = softmax.update_base2(
-                    running, scored.scores, scorer.unit, scorer.exp2
-                )
+                running, alpha, p = scorer.exponents.update(running, scored.scores)
                 (p,) = reader.drop(tile, p)
                 return running, scaled_sum(acc, alpha, p, v, precision)
 
@@ -79,7 +77,7 @@ def forward(
         if operands.sinks is not None:
             tile = Tile(0, 0, rows.size, columns.size)
             sink = reader.load("sinks", tile).astype(jnp.float32)
-        factor, lse_rows = softmax.finish_base2(softmax.Running(m, l), sink)
+        factor, lse_rows = scorer.exponents.finish(softmax.Running(m, l), sink)
         out.store(out_ref, block * rows.size, rows, acc.times(factor))
         lse.store(lse_ref, block * rows.size, rows, lse_rows)
 

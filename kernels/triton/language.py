@@ -167,15 +167,16 @@ def exp2_of(*, interpret: bool) -> Exp2:
     instructions, three of them for results that small.
     """
     if interpret:
-        return lambda x, unit, shift: jnp.exp2(x * unit - shift)
+        return lambda x, unit, shift: jnp.exp2(x * unit - (0.0 if shift is None else shift))
 
-    def exp2(x: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
+    def exp2(x: jax.Array, unit: float, shift: jax.Array | None) -> jax.Array:
+        less = jnp.float32(0) if shift is None else -shift
         factor = struct.pack(">f", unit).hex()
         (found,) = plt.elementwise_inline_asm(
             "{ .reg .f32 power; "
             f"fma.rn.f32 power, $1, 0f{factor}, $2; "
             "ex2.approx.ftz.f32 $0, power; }",
-            args=[x, jnp.broadcast_to(-shift, x.shape)],
+            args=[x, jnp.broadcast_to(less, x.shape)],
             constraints="=f,f,f",
             pack=1,
             result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],

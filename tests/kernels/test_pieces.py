@@ -14,10 +14,13 @@ import flashjax
 from flashjax import scores
 from flashjax.backend import Device
 from flashjax.bind import Arguments, bind
+from flashjax.kernels import softmax
 from flashjax.kernels.triton import BACKEND, config
 from flashjax.kernels.triton.language import parts_of
 from flashjax.kernels.triton.replay import TRITON
+from flashjax.kernels.triton.tile import Scorer
 from scripts.deviceless import abstract_mesh
+from tests.inputs import F32
 
 X = np.concatenate([np.linspace(-5, 5, 4001), [0.5, 1.5, 2.5, -0.5, -1.5, 0.49999997]])
 X = X.astype(np.float32)
@@ -93,6 +96,31 @@ def test_what_the_lowering_lacks_is_named() -> None:
     assert TRITON.unknown(lambda x: jax.lax.lgamma(x) + 1, X) == "lgamma"
     assert TRITON.unknown(jax.lax.erf, X) is None
     assert all(callable(rule) for rule in TRITON.rules.values())
+
+
+def fused(x: Any, unit: float, shift: Any) -> Any:
+    """Exponentials as a multiply-add takes them: the product is not rounded."""
+    exact = np.asarray(x, np.float64) * np.float64(np.float32(unit))
+    return jnp.asarray(np.exp2(exact - (0.0 if shift is None else np.asarray(shift))), jnp.float32)
+
+
+@pytest.mark.parametrize("pad", [-1e10, -3.3e12, -1e30, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("arguments", [{"bias": np.zeros((1, 1, 4, 4), np.float32)}, {}])
+def test_exponents_far_from_zero(pad: float, arguments: Any) -> None:
+    """A tile that a bias of large numbers hides has weights of 1; a unit is faster without."""
+    x = np.zeros((1, 4, 1, 64), np.float32)
+    bound = bind(x, x, x, Arguments(**arguments))
+    chosen = Scorer(bound.spec, bound.operands, interpret=True).exponents
+    assert (chosen.unit is None) == bool(arguments)
+    if arguments:
+        exponents = softmax.Exponents(fused, chosen.unit)
+        update = exponents.update(softmax.start((2,), jnp.dtype(F32)), jnp.full((2, 16), pad))
+        assert (update.p == 1).all()
+        update = exponents.update(update.running, jnp.zeros((2, 16)))
+        assert (update.alpha == 0).all()
+        factor, lse = exponents.finish(update.running)
+        np.testing.assert_allclose(factor, 1 / 16)
+        np.testing.assert_allclose(lse, math.log(16), rtol=1e-6)
 
 
 def test_a_function_out_of_reach_is_a_reason_in_words() -> None:
