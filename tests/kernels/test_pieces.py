@@ -223,7 +223,7 @@ x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
 device = Target("NVIDIA H200", 132, "gpu")
 mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
 with jax.sharding.use_abstract_mesh(mesh):
-    fn = lambda q, k, v: flashjax.dot_product_attention(q, k, v, is_causal=True)
+    fn = lambda q, k, v: flashjax.dot_product_attention(q, k, v, implementation="triton")
     text = jax.jit(fn).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
 assert "triton" in text, text[:500]
 """
