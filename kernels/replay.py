@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
+# Primitives that move small integers about, and convert them.
+AS_THEY_ARE = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 # Primitives that hold a function, and where.
 CALLS = {
     "jit": "jaxpr",
@@ -39,6 +41,8 @@ class Lowering:
 
     `names` of those for float32, `narrow` of those for bfloat16 and float16 too; the rest of them
     run in float32. `library`: functions that want arrays where a number stands beside them.
+    `calls`: primitives that hold a function, as they are. `bytes`: of the least integers; of fewer
+    run in int32. `splats`: whether a result may be the same everywhere.
     """
 
     title: str
@@ -46,13 +50,17 @@ class Lowering:
     narrow: frozenset[str]
     library: frozenset[str]
     rules: Mapping[str, Callable[..., Any]]
+    calls: frozenset[str] = frozenset(CALLS)
+    bytes: int = 1
+    splats: bool = True
 
     def lowerable(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, with what the lowering does not take replayed, and each primitive with a rule."""
 
         def replayed(*args: Any) -> Any:
             closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-            if not any(self._needs_replay(x) for x in _equations(closed.jaxpr)):
+            as_it_is = all(x in self.calls for x in _calls(closed.jaxpr))
+            if as_it_is and not any(self._needs_replay(x) for x in _equations(closed.jaxpr)):
                 return fn(*args)
             out = self._evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
             return jax.tree.unflatten(jax.tree.structure(shape), out)
@@ -61,10 +69,12 @@ class Lowering:
 
     def unknown(self, fn: Callable[..., Any], *args: Any) -> str | None:
         """The first primitive of `fn` that neither the lowering nor its rules know."""
-        for equation in _equations(jax.make_jaxpr(fn)(*args).jaxpr):
-            name = _name(equation)
-            if name not in self.names and name not in self.rules:
-                return name
+        jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+        for equation in _equations(jaxpr):
+            if _name(equation) not in self.rules and equation.primitive.name not in self.names:
+                return _name(equation)
+        if not self.splats and any(x.aval.dtype == jnp.bool_ for x in _constant(jaxpr)):
+            return "a constant"
         return None
 
     def _is_narrow(self, equation: Any) -> bool:
@@ -74,11 +84,21 @@ class Lowering:
         name = equation.primitive.name
         return name not in self.narrow and any(x.dtype.itemsize == 2 for x in floats)
 
+    def _is_small(self, equation: Any) -> bool:
+        """Whether the equation computes with integers of too few bytes."""
+        if equation.primitive.name in AS_THEY_ARE:
+            return False
+        dtypes = [x.aval.dtype for x in (*equation.invars, *equation.outvars)]
+        return any(
+            jnp.issubdtype(x, jnp.integer) and jnp.iinfo(x).bits < 8 * self.bytes for x in dtypes
+        )
+
     def _needs_replay(self, equation: Any) -> bool:
         beside_number = any(isinstance(x, jex.Literal) for x in equation.invars)
         return (
             _name(equation) in self.rules
             or self._is_narrow(equation)
+            or self._is_small(equation)
             or (beside_number and equation.primitive.name in self.library)
         )
 
@@ -115,12 +135,18 @@ class Lowering:
                 jnp.asarray(x, jnp.float32) if f else x
                 for x, f in zip(inputs, floating, strict=True)
             ]
+        small = self._is_small(equation)
+        if small:
+            integers = [jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in inputs]
+            inputs = [
+                jnp.asarray(x, jnp.int32) if i else x for x, i in zip(inputs, integers, strict=True)
+            ]
         if rule is not None:
             found = [rule(*inputs, **equation.params)]
         else:
             bound = primitive.bind(*inputs, **equation.params)
             found = list(bound) if primitive.multiple_results else [bound]
-        if widen:
+        if widen or small:
             wanted = [x.aval.dtype for x in equation.outvars]
             found = [jnp.asarray(x, dtype) for x, dtype in zip(found, wanted, strict=True)]
         return found
@@ -134,17 +160,40 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             yield equation
 
 
+def _calls(jaxpr: Any) -> Iterator[str]:
+    """The names of all primitives in it that hold a function."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in CALLS:
+            yield equation.primitive.name
+            yield from _calls(_inner(equation)[0])
+
+
+def _constant(jaxpr: Any) -> list[Any]:
+    """Results that no argument has a part in."""
+    reached = set(jaxpr.invars)
+    for equation in jaxpr.eqns:
+        if any(not isinstance(x, jex.Literal) and x in reached for x in equation.invars):
+            reached.update(equation.outvars)
+    return [x for x in jaxpr.outvars if isinstance(x, jex.Literal) or x not in reached]
+
+
 def _name(equation: Any) -> str:
     """The primitive's name, with what the lowering gets wrong told apart."""
     name, operands = str(equation.primitive.name), [x.aval for x in equation.invars]
     if name == "select_n":
         if len(operands) > 3:
             return "select_n of many"
+        if operands[0].ndim < operands[1].ndim:
+            return "select_n by a number"
         # Of numbers without a dtype of their own the lowering takes the condition's.
         if any(x.ndim == 0 and x.weak_type for x in operands[1:]):
             return "select_n of numbers"
-    if name in ("max", "min") and operands[0].dtype == jnp.bool_:
+    if name in ("max", "min", "not") and operands[0].dtype == jnp.bool_:
         return f"{name} of bools"
+    if name == "rem" and jnp.issubdtype(operands[0].dtype, jnp.floating):
+        return "rem of floats"
+    if name == "convert_element_type" and equation.outvars[0].aval.dtype == jnp.bool_:
+        return "conversion to bools"
     return name
 
 
@@ -239,6 +288,10 @@ DTYPE_FREE = frozenset(
         "select_n of numbers",
         "max of bools",
         "min of bools",
+        "not of bools",
+        "select_n by a number",
+        "conversion to bools",
+        "reshard",
         "copy",
         "reduce_precision",
     }

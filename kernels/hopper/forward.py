@@ -36,6 +36,8 @@ def forward(
     spec: Spec, config: ForwardConfig, operands: Operands, *, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """Output (B, T, N, Hv) and LSE (B, N, T)."""
+    assert not (config.programs and guards(spec)), "a second walk wants a program to itself"
+    assert not (config.ahead and config.query_in_registers), "Q is read twice where items overlap"
     rows, columns = Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns)
     walker = Walker(spec, operands.mask, rows, columns)
     call = Call(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from flashjax.kernels.replay import RULES, Lowering, round_by, tanh_by_exp2
 
@@ -30,6 +31,20 @@ def _floor(x: Any, **_: Any) -> Any:
     return jnp.where(inside, jnp.where(cut > x, cut - 1, cut), x)
 
 
+def _remainder(x: Any, y: Any, **_: Any) -> Any:
+    """Of a division that rounds to 0."""
+    sign, x, y = jnp.where(x < 0, -1.0, 1.0), jnp.abs(x), jnp.abs(y)
+    rest = x - _floor(x / y) * y  # off by one y where the quotient was rounded
+    rest = jnp.where(rest < 0, rest + y, rest)
+    return sign * jnp.where(rest >= y, rest - y, rest)
+
+
+def _select_by_number(which: Any, a: Any, b: Any, **_: Any) -> Any:
+    if isinstance(which, np.generic):
+        return b if which else a
+    return jnp.where(jnp.full(jnp.shape(a), which), b, a)
+
+
 def _turned(x: Any) -> Any:
     """`x` less whole turns, where the hardware's sine is good to 2⁻²¹ (CUDA Programming Guide)."""
     turns = _floor(x * (1 / (2 * math.pi)) + 0.5)
@@ -49,9 +64,21 @@ _RULES: dict[str, Callable[..., Any]] = {
     "sin": lambda x, **_: jnp.sin(_turned(x)),
     "cos": lambda x, **_: jnp.cos(_turned(x)),
     "clamp": lambda low, x, high: jnp.minimum(jnp.maximum(x, low), high),
+    "rem of floats": _remainder,
+    "not of bools": lambda x, **_: x != jnp.ones_like(x),
+    "conversion to bools": lambda x, **_: x != jnp.zeros_like(x),
+    "select_n by a number": _select_by_number,
+    "reshard": lambda x, **_: x,
     "is_finite": lambda x: jnp.abs(x) < jnp.inf,
     "integer_pow": lambda x, y: x**y if y > 0 else 1 / x**-y,
 }
 MOSAIC = Lowering(
-    "Mosaic GPU", frozenset(_NAMES.split()), frozenset(_NARROW.split()), frozenset(), _RULES
+    "Mosaic GPU",
+    frozenset(_NAMES.split()),
+    frozenset(_NARROW.split()),
+    frozenset(),
+    _RULES,
+    calls=frozenset({"jit", "pjit"}),
+    bytes=2,
+    splats=False,
 )

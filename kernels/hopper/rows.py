@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ from flashjax.kernels.tile import Reader, Scored, Tile
 # A maximum moves only where it grew by more than this power of 2: until then exponentials stay
 # below 2⁸ and O needs no rescaling (FlashAttention-4).
 SLACK = 8.0
+# Weights are rounded to float16 after dropout has divided them: powers of 2 that it holds.
+FLOAT16_POWERS = 15.0
 
 
 class Sums(NamedTuple):
@@ -76,6 +79,13 @@ class Rows:
             own[leaf] = Staged(tiles.parts(warpgroup))
         self.reader: Reader = call.scorer.at(own, (batch, head))
 
+    @property
+    def slack(self) -> float:
+        spec = self.call.spec
+        if spec.dtype != jnp.float16:
+            return SLACK
+        return max(0.0, min(SLACK, FLOAT16_POWERS + math.log2(1 - spec.dropout_rate)))
+
     def query(self) -> list[Any]:
         """What the products take as Q."""
         q = self.refs.q.parts(self.buffer, self.mine)
@@ -113,7 +123,7 @@ class Rows:
     def weigh(self, scored: Scored, tile: Tile, m_before: jax.Array) -> Weighed:
         exponents, scores = self.call.scorer.exponents, scored.scores
         m = jnp.maximum(m_before, exponents.maxima(scores))
-        m = jnp.where(m - m_before > SLACK * exponents.doubling, m, m_before)
+        m = jnp.where(m - m_before > self.slack * exponents.doubling, m, m_before)
         # A row that has seen nothing: any finite number in place of −inf.
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         p = exponents.weights(scores, spread(shift, scores.shape))

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flashjax
+from flashjax import masks, scores
 from flashjax.backend import Device
 from flashjax.bind import Arguments, bind
 from flashjax.kernels.hopper import BACKEND, Hopper
@@ -17,6 +19,7 @@ from flashjax.kernels.hopper.replay import MOSAIC
 from flashjax.kernels.hopper.walk import Walker
 from flashjax.masks import Blocks, BlockSparse, Causal, Mask
 from flashjax.spec import Spec
+from scripts.deviceless import abstract_mesh
 from tests.features import build
 from tests.inputs import (
     BF16,
@@ -222,9 +225,17 @@ X = X.astype(np.float32)
 
 @pytest.mark.parametrize(
     "fn",
-    [jnp.floor, jnp.ceil, jnp.round, jnp.isfinite, jnp.tanh, jnp.sin, jnp.cos, lambda x: x**-3],
-    ids=["floor", "ceil", "round", "isfinite", "tanh", "sin", "cos", "power"],
-)
+    [
+        jnp.floor, jnp.ceil, jnp.round, jnp.isfinite, jnp.tanh, jnp.sin, jnp.cos, lambda x: x**-3,
+        jax.nn.relu6, lambda x: jnp.mod(x, 1.25), lambda x: jax.lax.rem(x, x.dtype.type(-0.75)),
+        lambda x: x // 1.5, lambda x: ~(x < 1), lambda x: x.astype(bool),
+        lambda x: (x % 100).astype(jnp.int8) * jnp.int8(3),
+    ],
+    ids=[
+        "floor", "ceil", "round", "isfinite", "tanh", "sin", "cos", "power",
+        "relu6", "mod", "rem", "floor_divide", "not", "bool", "int8",
+    ],
+)  # fmt: skip
 def test_replayed_functions_give_the_same(fn: Any) -> None:
     x = X[X != 0]
     replayed = MOSAIC.lowerable(fn)
@@ -234,3 +245,39 @@ def test_replayed_functions_give_the_same(fn: Any) -> None:
     np.testing.assert_allclose(
         found, wanted, rtol=4e-7, atol=1e-6 if fn in (jnp.sin, jnp.cos, jnp.tanh) else 0
     )
+
+
+PREDICATES = {
+    "not": lambda i, j: ~(i < j),
+    "bools": lambda i, j: i.astype(bool) & jnp.logical_not(j.astype(bool)),
+    "int8": lambda i, j: i.astype(jnp.int8) >= j.astype(jnp.int8),
+}
+SCORES = {
+    "relu": jax.nn.relu,
+    "mod": lambda s: jnp.mod(s, 1.3),
+    "floor_divide": lambda s: s // 1.5,
+}
+
+
+@pytest.mark.parametrize("name", [*PREDICATES, *SCORES])
+def test_users_functions_lower_for_a_gpu(name: str) -> None:
+    """What planning takes, Mosaic's lowering takes, under a mesh too."""
+    said: dict[str, Any] = {}
+    if name in PREDICATES:
+        said["mask"] = masks.Predicate(PREDICATES[name])
+    else:
+        said["score_mod"] = scores.ScoreMod(lambda s, *_: SCORES[name](s))
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), BF16)
+
+    def call(q: Any) -> Any:
+        return flashjax.dot_product_attention(q, q, q, implementation="mosaic", **said)
+
+    with jax.sharding.use_abstract_mesh(abstract_mesh("9.0")):
+        jax.jit(call).trace(x).lower(lowering_platforms=("cuda",))
+
+
+def test_a_predicate_that_is_the_same_everywhere_is_refused() -> None:
+    mask = masks.Predicate(lambda i, j: jnp.ones_like(i) > 0)
+    reason = BACKEND.unsupported(spec_of(64, 2, 1, mask), H200)
+    assert reason is not None
+    assert "uses a constant" in reason
