@@ -41,7 +41,7 @@ def close(found: Any, expected: Any) -> None:
 def inputs() -> dict[str, Any]:
     """One example of everything that can be mapped."""
     r = np.random.default_rng(0)
-    query, key, value = qkv(SHAPE)
+    query, key, value = qkv(SHAPE, F32)
     return {
         "query": query,
         "key": key,

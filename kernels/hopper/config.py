@@ -175,9 +175,9 @@ FORWARD: dict[int, tuple[Tiles, ...]] = {
 }  # fmt: skip
 
 # Keys and values of heads beside one another that the L2 of 50 MB serves well, in bytes, and how
-# many heads at most; fewer where head dims are large.
+# many heads at most, as measured.
 BESIDE = 64 * 2**20
-MOST_HEADS = {False: 16, True: 4}
+MOST_HEADS, MOST_HEADS_FULL, MOST_HEADS_LARGE = 16, 8, 4
 # A walk of more tiles than this gains nothing from an item that begins before it ends.
 LONG = 24
 
@@ -200,7 +200,8 @@ def heads_beside(spec: Spec) -> int:
     """How many heads' items lie beside one another: a power of 2 that divides their number."""
     row = (spec.head_dim + spec.value_dim) * jnp.dtype(spec.dtype).itemsize
     each = max(1, spec.columns * row // spec.group)
-    fit = max(1, min(MOST_HEADS[_is_large(spec)], BESIDE // each))
+    most = MOST_HEADS if spec.shapes.mask is not None else MOST_HEADS_FULL
+    fit = max(1, min(MOST_HEADS_LARGE if _is_large(spec) else most, BESIDE // each))
     return math.gcd(1 << (fit.bit_length() - 1), spec.batch * spec.heads)
 
 
