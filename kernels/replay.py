@@ -129,18 +129,11 @@ class Lowering:
             inputs = [_spread(x, out.shape) for x in inputs]
         # A rule's own constants are float32, too.
         widen = self._is_narrow(equation) or (rule is not None and name not in DTYPE_FREE)
-        if widen:
-            floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in inputs]
-            inputs = [
-                jnp.asarray(x, jnp.float32) if f else x
-                for x, f in zip(inputs, floating, strict=True)
-            ]
         small = self._is_small(equation)
+        if widen:
+            inputs = [_as(x, jnp.float32, jnp.floating) for x in inputs]
         if small:
-            integers = [jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in inputs]
-            inputs = [
-                jnp.asarray(x, jnp.int32) if i else x for x, i in zip(inputs, integers, strict=True)
-            ]
+            inputs = [_as(x, jnp.int32, jnp.integer) for x in inputs]
         if rule is not None:
             found = [rule(*inputs, **equation.params)]
         else:
@@ -206,6 +199,11 @@ def _spread(x: Any, shape: tuple[int, ...]) -> Any:
     """A number as an array; an array as it is."""
     number: Any = x
     return jnp.full(shape, number) if isinstance(x, np.generic) else x
+
+
+def _as(x: Any, dtype: Any, kind: Any) -> Any:
+    """`x` in the dtype, if it is of that kind."""
+    return jnp.asarray(x, dtype) if jnp.issubdtype(jnp.result_type(x), kind) else x
 
 
 def _aval(atom: Any) -> Any:

@@ -96,18 +96,19 @@ def reduction_scratch(spec: Spec) -> int:
     return 2048 if guards(spec) else 0
 
 
+def is_matrix(operand: Any) -> bool:
+    """Whether it has rows and columns of its own, such as a bias may, and not in blocks."""
+    return not is_blocked(operand) and operand.shape[2] != 1 and operand.shape[3] != 1
+
+
 def staged(spec: Spec, config: ForwardConfig) -> dict[int, int]:
     """Which operands come through shared memory, and the bytes of their elements.
 
-    Those of rows × columns, such as a bias, counted as `Scorer` does; none if all do not fit.
+    Those with rows and columns, counted as `Scorer` does; none if all do not fit.
     """
     rest = dataclasses.replace(spec.shapes, query=None, key=None, value=None)
     leaves = jax.tree.leaves(rest, is_leaf=is_blocked)
-    found = {
-        i: jnp.dtype(x.dtype).itemsize
-        for i, x in enumerate(leaves)
-        if not is_blocked(x) and x.shape[2] != 1 and x.shape[3] != 1
-    }
+    found = {i: jnp.dtype(x.dtype).itemsize for i, x in enumerate(leaves) if is_matrix(x)}
     tile = config.rows * config.columns
     taken = _bytes(spec, config, separate=apart(spec, config)) + tile * sum(found.values())
     return found if not config.programs and taken <= SHARED_MEMORY else {}
@@ -214,7 +215,7 @@ def _mean_walk(mask: Any, rows: Blocks, columns: Blocks) -> float:
     """Tiles that a block of rows visits on average; all of them, where only arrays tell."""
     if jax.tree.leaves(mask):
         return columns.count
-    partial, full = visited(mask, rows, columns)
+    partial, full = visited(mask, rows, columns, masked=False)
     return float(np.mean(partial + full))
 
 

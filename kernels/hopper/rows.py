@@ -15,7 +15,6 @@ from jax import lax
 from flashjax.kernels import softmax
 from flashjax.kernels.hopper.config import (
     ROWS,
-    apart,
 )
 from flashjax.kernels.hopper.items import Place
 from flashjax.kernels.hopper.refs import Call, Refs
@@ -100,7 +99,7 @@ class Rows:
 
     def free_query(self) -> None:
         """Lets later queries come, unless O has yet to leave through their memory."""
-        if self.call.items.shared and apart(self.call.spec, self.call.config):
+        if self.call.items.shared and self.refs.o is not None:
             plgpu.barrier_arrive(self.refs.q_bar.empty.at[self.buffer])
 
     def slot(self, t: Any) -> Any:

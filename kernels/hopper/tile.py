@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.kernels import tile
+from flashjax.kernels.hopper.config import is_matrix
 from flashjax.kernels.hopper.replay import MOSAIC
 from flashjax.kernels.tile import Tile
 from flashjax.masks import Blocks
@@ -99,7 +100,7 @@ class Scorer(tile.Scorer):
                 return values, Leaf(values.shape, boolean, block)
             boolean = x.dtype == jnp.bool_
             x = x.astype(jnp.int8) if boolean else x
-            if staged and x.shape[2] != 1 and x.shape[3] != 1:
+            if staged and is_matrix(x):
                 # TMA wants its rows in whole 16 bytes.
                 after = [0, -x.shape[3] % (16 // x.dtype.itemsize)]
             else:

@@ -23,7 +23,7 @@ from flashjax.spec import Spec
 
 @functools.lru_cache(maxsize=1024)
 def visited(
-    mask: Mask | None, rows: Blocks, columns: Blocks, *, masked: bool = False
+    mask: Mask | None, rows: Blocks, columns: Blocks, *, masked: bool
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """How many PARTIAL and how many FULL tiles each block of rows visits; `mask` has no arrays."""
     if mask is None:
