@@ -55,6 +55,24 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     plan.plan.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "forward"),
+    [
+        ("9.0", jnp.bfloat16, "mosaic"),
+        ("9.0", jnp.float16, "mosaic"),
+        ("9.0", jnp.float32, "triton"),
+        ("8.0", jnp.bfloat16, "triton"),
+    ],
+)
+def test_the_kernels_that_a_device_gets(capability: str, dtype: Any, forward: str) -> None:
+    """The Hopper kernels have a forward alone: the backward of such a call is Triton's."""
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
+    device = Device("cuda", "NVIDIA GPU", capability)
+    found = flashjax.explain(x, x, x, is_causal=True, device=device).plan
+    assert found is not None
+    assert (found.forward.implementation, found.backward.implementation) == (forward, "triton")
+
+
 def test_a_kernel_is_preferred_where_its_device_is(kernel: Any) -> None:
     found = flashjax.explain(Q, Q, Q, device=H200)
     assert found.implementation == "triton"
