@@ -18,6 +18,7 @@ from flashjax.spec import Spec
 from flashjax.structure import is_blocked
 
 CAPABILITIES = ("9.0",)
+CLUSTER = "cluster"  # the axis of the programs that take an item together
 SHARED_MEMORY = 227 * 1024  # that one program can have
 ALIGNMENT = 1024
 ROWS = 64  # of a warpgroup: wgmma's M
@@ -39,13 +40,16 @@ class ForwardConfig(backend.Config):
     """`rows` are 64 for each consumer warpgroup.
 
     `programs`: 0 for one an item (a block of rows of a head), else so many that share them out.
-    `ahead`: a program's items overlap, with memory for the queries of two.
+    `ahead`: a program's items overlap, with memory for the queries of two. `cluster`: programs that
+    take an item together and send each other their part of its keys and values: each has a head of
+    a group, or else `rows` of the item's.
     """
 
     stages: int
     query_in_registers: bool
     programs: int
     ahead: bool = False
+    cluster: int = 1
 
     @property
     def consumers(self) -> int:
@@ -60,6 +64,7 @@ class ForwardConfig(backend.Config):
         query = ", Q in registers" if self.query_in_registers else ""
         programs = f", {self.programs} programs" if self.programs else ""
         ahead = ", ahead" if self.ahead else ""
+        ahead += f", {self.cluster} together" if self.cluster > 1 else ""
         stages = f", {self.stages} stages"
         return f"{super().__str__()}{stages}{query}{programs}{ahead}"
 
@@ -157,7 +162,6 @@ class Tiles(NamedTuple):
     rows: int
     columns: int
     stages: int
-    in_registers: bool = False
     plain: bool = False
 
 
@@ -167,20 +171,19 @@ FORWARD: dict[int, tuple[Tiles, ...]] = {
         Tiles(192, 128, 2), Tiles(128, 128, 2), Tiles(128, 192, 2, plain=True), Tiles(128, 64, 3),
     ),
     96: (Tiles(128, 128, 2), Tiles(128, 192, 2, plain=True), Tiles(128, 64, 3)),
-    128: (
-        Tiles(128, 128, 2), Tiles(128, 128, 2, in_registers=True, plain=True),
-        Tiles(128, 160, 2, plain=True), Tiles(128, 64, 3),
-    ),
+    128: (Tiles(128, 128, 2), Tiles(128, 64, 3)),
     192: (Tiles(128, 96, 2, plain=True), Tiles(128, 64, 3), Tiles(128, 64, 2)),
     256: (Tiles(128, 64, 2),),
 }  # fmt: skip
 
-# Keys and values of heads beside one another that the L2 of 50 MB serves well, in bytes, and how
-# many heads at most, as measured.
-BESIDE = 64 * 2**20
-MOST_HEADS, MOST_HEADS_FULL, MOST_HEADS_LARGE = 16, 8, 4
+# Keys and values of heads beside one another, in bytes, and the most heads, as measured. Under a
+# mask more of them share the long and the short walks out better.
+BESIDE, BESIDE_MASKED, MOST_HEADS = 4 * 2**20, 16 * 2**20, 16
 # A walk of more tiles than this gains nothing from an item that begins before it ends.
 LONG = 24
+# Programs work in pairs at these padded head dims, where walks are of more tiles than this. With an
+# odd number of blocks one of them has no rows, which so many blocks hide.
+PAIRED, PAIRS_FROM, BLOCKS_TO_HIDE_ONE = (128, 192), 12, 32
 
 
 def _within_blocks(spec: Spec, columns: int) -> bool:
@@ -198,17 +201,17 @@ def _narrowed(spec: Spec, columns: int) -> bool:
 
 
 def heads_beside(spec: Spec) -> int:
-    """How many heads' items lie beside one another: a power of 2 that divides their number."""
+    """How many heads' items lie beside one another: whole groups, a power of 2 of them."""
     row = (spec.head_dim + spec.value_dim) * jnp.dtype(spec.dtype).itemsize
-    each = max(1, spec.columns * row // spec.group)
-    most = MOST_HEADS if spec.shapes.mask is not None else MOST_HEADS_FULL
-    fit = max(1, min(MOST_HEADS_LARGE if _is_large(spec) else most, BESIDE // each))
-    return math.gcd(1 << (fit.bit_length() - 1), spec.batch * spec.heads)
+    masked = spec.shapes.mask is not None and spec.group == 1
+    fit = (BESIDE_MASKED if masked else BESIDE) // (spec.columns * row)
+    fit = max(1, min(MOST_HEADS // spec.group, fit))
+    return spec.group * math.gcd(1 << (fit.bit_length() - 1), spec.batch * spec.key_heads)
 
 
-def _is_large(spec: Spec) -> bool:
-    """Whether there is no memory for the queries of two items."""
-    return padded_head_dim(max(spec.head_dim, spec.value_dim)) == HEAD_DIMS[-1]
+def heads_together(spec: Spec, config: ForwardConfig) -> int:
+    """How many heads the programs of a cluster have."""
+    return config.cluster if spec.group % config.cluster == 0 else 1
 
 
 def _mean_walk(mask: Any, rows: Blocks, columns: Blocks) -> float:
@@ -219,19 +222,35 @@ def _mean_walk(mask: Any, rows: Blocks, columns: Blocks) -> float:
     return float(np.mean(partial + full))
 
 
-def _ways(spec: Spec, tiles: Tiles, kind: str) -> list[tuple[int, bool]]:
-    """Programs, and whether their items overlap, best first."""
+class Way(NamedTuple):
+    """How programs share the items, as in `ForwardConfig`."""
+
+    programs: int = 0
+    ahead: bool = False
+    cluster: int = 1
+    query_in_registers: bool = False
+
+
+def _ways(spec: Spec, tiles: Tiles, kind: str) -> list[Way]:
+    """Best first."""
     programs = next((n for end, n in OTHER_PROGRAMS.items() if kind.endswith(end)), PROGRAMS)
-    items = -(-spec.rows // tiles.rows) * spec.batch * spec.heads
-    alone, shared, overlapping = (0, False), (programs, False), (programs, True)
-    if items <= programs or guards(spec):
+    alone, shared, overlapping = Way(), Way(programs), Way(programs, ahead=True)
+    rows, columns = Blocks(spec.rows, tiles.rows), Blocks(spec.columns, tiles.columns)
+    if rows.count * spec.batch * spec.heads <= programs or guards(spec):
         return [alone]
-    if _is_large(spec):
+    largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
+    if largest == HEAD_DIMS[-1]:  # no memory for the queries of two items
         return [alone, shared]
-    blocks = Blocks(spec.rows, tiles.rows), Blocks(spec.columns, tiles.columns)
-    if spec.head_dim > 64 and _mean_walk(spec.shapes.mask, *blocks) > LONG:
-        return [shared, overlapping, alone]
-    return [overlapping, shared, alone]
+    tiles_a_walk = _mean_walk(spec.shapes.mask, rows, columns)
+    long = spec.head_dim > 64 and tiles_a_walk > LONG
+    ways = [shared, overlapping, alone] if long else [overlapping, shared, alone]
+    grouped = spec.group % 2 == 0
+    even = grouped or rows.count % 2 == 0 or rows.count > BLOCKS_TO_HIDE_ONE
+    known = not jax.tree.leaves(spec.shapes.mask)
+    if largest in PAIRED and tiles_a_walk > PAIRS_FROM and even and known:
+        room = spec.shapes.score is None and not spec.dropout_rate  # of registers
+        return [Way(programs, cluster=2, query_in_registers=grouped and room), *ways]
+    return ways
 
 
 def forward_configs(spec: Spec, kind: str) -> tuple[ForwardConfig, ...]:
@@ -249,10 +268,8 @@ def forward_configs(spec: Spec, kind: str) -> tuple[ForwardConfig, ...]:
             continue
         if ragged(spec) and _narrowed(spec, tiles.columns):  # O has the parts of V
             continue
-        for programs, ahead in _ways(spec, tiles, kind):
-            sizes = tiles.rows, tiles.columns, tiles.stages, tiles.in_registers
-            config = ForwardConfig(*sizes, programs, ahead)
-            fits = shared_memory(spec, config) <= SHARED_MEMORY
-            if fits and not (ahead and tiles.in_registers):
+        for way in _ways(spec, tiles, kind):
+            config = ForwardConfig(tiles.rows, tiles.columns, tiles.stages, **way._asdict())
+            if shared_memory(spec, config) <= SHARED_MEMORY:
                 found.append(config)
     return tuple(sorted(found, key=lambda config: not staged(spec, config)))

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.kernels.hopper.config import (
+    CLUSTER,
     REGISTERS,
     ForwardConfig,
     guards,
     heads_beside,
+    heads_together,
     held_head_dim,
     reduction_scratch,
     staged,
@@ -36,16 +38,19 @@ def forward(
     spec: Spec, config: ForwardConfig, operands: Operands, *, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """Output (B, T, N, Hv) and LSE (B, N, T)."""
-    assert not (config.programs and guards(spec)), "a second walk wants a program to itself"
+    whole = not config.programs and config.cluster == 1
+    assert whole or not guards(spec), "a second walk wants a program, and its memory, to itself"
     assert not (config.ahead and config.query_in_registers), "Q is read twice where items overlap"
-    rows, columns = Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns)
+    together = heads_together(spec, config)
+    rows = Blocks(spec.rows, config.rows * config.cluster // together)
+    columns = Blocks(spec.columns, config.columns)
     walker = Walker(spec, operands.mask, rows, columns)
     call = Call(
         spec,
         config,
         Scorer(spec, operands, rows, columns, staged=bool(staged(spec, config))),
         walker,
-        Items(spec, walker, config.programs, heads_beside(spec)),
+        Items(spec, walker, config.programs // config.cluster, heads_beside(spec), together),
         interpret,
     )
 
@@ -69,6 +74,8 @@ def forward(
         scratch_types=scratch(call),
         grid=(call.items.programs,),
         grid_names=("program",),
+        cluster=(config.cluster,) if call.paired else (),
+        cluster_names=(CLUSTER,) if call.paired else (),
         num_threads=config.consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -92,10 +99,14 @@ def scratch(call: Call) -> list[Any]:
     spec, config = call.spec, call.config
     consumers = config.consumers
 
-    def pair(number: int, loads: int, readers: int = consumers) -> Barriers:
-        full = plgpu.Barrier(num_barriers=number, num_arrivals=loads)
-        return Barriers(full, plgpu.Barrier(num_barriers=number, num_arrivals=readers))
+    def of_all(**counts: Any) -> Any:
+        return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), **counts)
 
+    def pair(number: int, loads: int, readers: int = consumers, empty: Any = plgpu.Barrier) -> Any:
+        full = plgpu.Barrier(num_barriers=number, num_arrivals=loads)
+        return Barriers(full, empty(num_barriers=number, num_arrivals=readers))
+
+    shared = of_all if call.paired else plgpu.Barrier
     q, k, v, _ = call.buffers
     parts = sum(len(x.widths) for x in call.staged.values())
     return [
@@ -104,24 +115,26 @@ def scratch(call: Call) -> list[Any]:
         plgpu.SMEM((config.rows,), jnp.float32),
         plgpu.SMEM((consumers, config.columns), jnp.float32) if guards(spec) else None,
         pair(q.count, len(q.widths)),
-        pair(k.count, len(k.widths)),
-        pair(v.count, len(v.widths)),
+        pair(k.count, len(k.widths), empty=shared),
+        pair(v.count, len(v.widths), empty=shared),
         pair(consumers, parts, 1) if parts else None,
         plgpu.Barrier(num_arrivals=consumers),
         *(plgpu.Barrier(num_barriers=consumers) for _ in range(2)),
+        of_all(num_arrivals=consumers) if call.paired else None,
     ]
 
 
 def produce(call: Call, refs: Refs) -> None:
     """Loads the queries of each item, and its tiles of keys and values as slots become free."""
     config, walker = call.config, call.walker
+    together = CLUSTER if call.paired else None
     if config.consumers in REGISTERS:
         plgpu.set_max_registers(REGISTERS[config.consumers][1], action="decrease")
 
-    def load(copies: Copies, barriers: Barriers, slot: Any, used: Any) -> None:
+    def load(copies: Copies, barriers: Barriers, slot: Any, used: Any, axes: Any = None) -> None:
         pl.when(used)(lambda: plgpu.barrier_wait(barriers.empty.at[slot]))
         for there, here in copies:
-            plgpu.copy_gmem_to_smem(there, here, barriers.full.at[slot])
+            plgpu.copy_gmem_to_smem(there, here, barriers.full.at[slot], collective_axes=axes)
 
     def item(i: Any, place: Place, _following: Any, carry: Any) -> Any:
         before = carry[1]
@@ -130,7 +143,7 @@ def produce(call: Call, refs: Refs) -> None:
         buffer = call.buffer(i)
         if call.items.shared:
             pl.when(i >= config.queries)(lambda: plgpu.barrier_wait(refs.q_bar.empty.at[buffer]))
-        rows = pl.ds(block * config.rows, config.rows)
+        rows = pl.ds(call.first_row(block), config.rows)
         for dims, part in refs.q.copies(buffer, call.head_dims):
             plgpu.copy_gmem_to_smem(
                 refs.query.at[batch, rows, head, dims], part, refs.q_bar.full.at[buffer]
@@ -142,12 +155,12 @@ def produce(call: Call, refs: Refs) -> None:
             slot = call.slot(step)
             tile = walk.tile(t)
             keys, values = call.copies(refs, place, tile, slot)
-            load(keys, refs.k_bar, slot, step >= config.stages)
+            load(keys, refs.k_bar, slot, step >= config.stages, together)
             if refs.own_bar is not None:
                 for consumer in range(config.consumers):
                     own = call.own_copies(refs, place, tile, consumer)
                     load(own, refs.own_bar, consumer, step >= 1)
-            load(values, refs.v_bar, slot, step >= config.stages)
+            load(values, refs.v_bar, slot, step >= config.stages, together)
 
         return i + 1, before + walk.count
 

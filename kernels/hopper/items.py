@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from flashjax.kernels.hopper.config import CLUSTER
 from flashjax.kernels.hopper.walk import Walker
 from flashjax.spec import Spec
 
@@ -39,12 +40,15 @@ class Items:
     Under Causal the longest walks thus come first, and neighbours share keys and values in L2.
     Where the host can tell how long each walk is, `programs` programs share the items out so that
     all end together: the longest first, each to the program with the least so far (Graham, 1969).
+    With `together`, an item is of so many heads, and so many programs count as one.
     """
 
-    def __init__(self, spec: Spec, walker: Walker, programs: int, heads: int) -> None:
-        self.blocks, self.heads = walker.own.count, heads
-        self._spec = spec
-        self.count = self.blocks * spec.heads * spec.batch
+    def __init__(
+        self, spec: Spec, walker: Walker, programs: int, heads: int, together: int = 1
+    ) -> None:
+        self._spec, self._together = spec, together
+        self.blocks, self.heads = walker.own.count, heads // together
+        self.count = self.blocks * spec.heads * spec.batch // together
         lengths = walker.lengths if programs else None
         self.shared = lengths is not None and self.count > programs
         self.programs = programs if self.shared else self.count
@@ -74,8 +78,11 @@ class Items:
         heads = jnp.int32(self.heads)
         member = lax.div(item, section) * heads + lax.rem(inner, heads)
         block = jnp.int32(self.blocks - 1) - lax.div(inner, heads)
-        n = jnp.int32(self._spec.heads)
-        return Place(block, lax.rem(member, n), lax.div(member, n))
+        n = jnp.int32(self._spec.heads // self._together)
+        head = lax.rem(member, n)
+        if self._together > 1:
+            head = head * self._together + lax.axis_index(CLUSTER)
+        return Place(block, head, lax.div(member, n))
 
     def each(
         self,

@@ -11,6 +11,7 @@ from jax import lax
 
 from flashjax.kernels.hopper.buffers import Buffer, Tiles
 from flashjax.kernels.hopper.config import (
+    CLUSTER,
     ROWS,
     TOGETHER,
     ForwardConfig,
@@ -61,6 +62,7 @@ class Refs(NamedTuple):
     done: Any  # all consumers are through with the tiles in shared memory
     again: Any  # a consumer's own loads
     turn: Any  # a consumer is through with walking again
+    end: Any  # all programs of a cluster are through
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,11 @@ class Call:
         return _all_of(self.spec.value_dim)
 
     @property
+    def paired(self) -> bool:
+        """Whether two programs take an item together."""
+        return self.config.cluster > 1
+
+    @property
     def ahead(self) -> bool:
         """Whether an item begins before the one before it ends."""
         return self.config.ahead and self.items.shared
@@ -129,6 +136,13 @@ class Call:
     def buffer(self, i: Any) -> Any:
         """Where the i-th item's queries lie."""
         return lax.rem(i, jnp.int32(self.config.queries))
+
+    def first_row(self, block: Any) -> Any:
+        """Of this program's part of a block of rows."""
+        first = block * self.walker.own.size
+        if self.walker.own.size == self.config.rows:
+            return first
+        return first + lax.axis_index(CLUSTER) * self.config.rows
 
     def columns(self, tile: Any) -> Any:
         return pl.ds(tile * self.config.columns, self.config.columns)
@@ -149,7 +163,7 @@ class Call:
     def own_copies(self, refs: Refs, place: Place, tile: Any, consumer: Any) -> Copies:
         """The same for a consumer's staged operands."""
         block, head, batch = place
-        rows = pl.ds(block * self.config.rows + consumer * ROWS, ROWS)
+        rows = pl.ds(self.first_row(block) + consumer * ROWS, ROWS)
         found = []
         for i, tiles in refs.staged.items():
             leaf = self.scorer.leaves[i]

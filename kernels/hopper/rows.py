@@ -71,7 +71,7 @@ class Rows:
         self.before, self.buffer = before, call.buffer(i)
         block, head, batch = place
         self.mine = pl.ds(warpgroup * ROWS, ROWS)
-        self.first_row = block * call.config.rows + warpgroup * ROWS
+        self.first_row = call.first_row(block) + warpgroup * ROWS
         self.walk: Walk = call.walker.at(refs.path, (batch, head), block)
         own = list(refs.own)
         for leaf, tiles in refs.staged.items():

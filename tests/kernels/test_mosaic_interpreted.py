@@ -98,6 +98,18 @@ CONFIGS = {
         Shape(1, 200, 184, 2, 2, 128, 128),
         (128, 160, 2, False, 2, True),
     ),
+    "two programs together": (
+        Shape(1, 600, 264, 2, 2, 64, 64),
+        (128, 64, 2, False, 4, False, 2),
+    ),
+    "two together, overlapping": (
+        Shape(1, 300, 260, 4, 2, 64, 64),
+        (128, 64, 2, False, 2, True, 2),
+    ),
+    "two heads together": (
+        Shape(1, 300, 260, 8, 2, 64, 64),
+        (128, 64, 2, False, 4, True, 2),
+    ),
     "queries in registers": (Shape(1, 300, 300, 2, 2, 64, 64), (128, 64, 2, True, 2)),
     "output through Q": (Shape(1, 200, 100, 2, 2, 256, 256), (128, 64, 2, False, 2)),
     "three consumers, a wide value": (Shape(1, 200, 150, 1, 1, 64, 96), (192, 96, 3, False, 0)),
