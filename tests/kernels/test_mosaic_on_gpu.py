@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flashjax.bind import Arguments, bind
-from flashjax.kernels.hopper import BACKEND
+from flashjax.kernels.hopper import BACKEND, config
 from flashjax.plan import current_device
 from tests.features import build
 from tests.inputs import BF16, CHOSEN, F16, Shape, same_bits
@@ -18,17 +18,29 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("columns", [328, 333])
 @pytest.mark.parametrize(
-    ("dtype", "width", "value"),
-    [(BF16, 64, 64), (F16, 96, 96), (BF16, 128, 128), (BF16, 192, 128), (BF16, 256, 256)],
-)
+    ("dtype", "width", "value", "key_heads"),
+    [
+        (BF16, 64, 64, 12), (F16, 96, 96, 12), (BF16, 128, 128, 12), (F16, 128, 128, 24),
+        (BF16, 192, 128, 24), (BF16, 256, 256, 12),
+    ],
+)  # fmt: skip
 def test_every_configuration_offered(
-    dtype: Any, width: int, value: int, columns: int, causal: bool
+    dtype: Any,
+    width: int,
+    value: int,
+    key_heads: int,
+    columns: int,
+    causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Held to the bound, and the same bits three times."""
+    monkeypatch.setattr(config, "PAIRS_FROM", 0)  # pairs of programs for short walks too
     if CHOSEN not in (None, "mosaic"):
         pytest.skip("the configurations of the Mosaic GPU kernels")
     # More items than programs; columns that TMA takes in eights, and not.
-    made = build(Shape(2, 424, columns, 24, 12, width, value), ("is_causal",) * causal, dtype)
+    made = build(
+        Shape(2, 424, columns, 24, key_heads, width, value), ("is_causal",) * causal, dtype
+    )
     bound = bind(made.query, made.key, made.value, Arguments(is_causal=causal))
     device = current_device()
     reason = BACKEND.unsupported(bound.spec, device)
@@ -36,11 +48,11 @@ def test_every_configuration_offered(
         pytest.skip(reason)
     offered = BACKEND.configs(bound.spec, device)
     assert len({str(x) for x in offered}) == len(offered) > 1
-    for config in offered:
-        attend = jax.jit(lambda x, c=config: BACKEND.forward(bound.spec, c, x))
+    for one in offered:
+        attend = jax.jit(lambda x, c=one: BACKEND.forward(bound.spec, c, x))
         out, lse = attend(bound.operands)
         made.judge.hold({"out": np.asarray(out), "lse": np.asarray(lse).swapaxes(1, 2)})
         for _ in range(2):
             again = attend(bound.operands)
-            assert same_bits(again[0], out), config
-            assert same_bits(again[1], lse), config
+            assert same_bits(again[0], out), one
+            assert same_bits(again[1], lse), one
