@@ -104,8 +104,11 @@ class Exponents:
 
     def maxima(self, scores: jax.Array) -> jax.Array:
         """Of each row, (rows,)."""
-        found = scores.max(-1)
-        return found if self.unit is None else found * self.unit
+        return self.of_maximum(scores.max(-1))
+
+    def of_maximum(self, scores: jax.Array) -> jax.Array:
+        """In units of maxima."""
+        return scores if self.unit is None else scores * self.unit
 
     def decay(self, m: jax.Array, shift: jax.Array) -> jax.Array:
         """The factor that takes sums under the maximum `m` to those under `shift`."""

@@ -119,16 +119,42 @@ class Rows:
             plgpu.barrier_arrive(barriers.empty.at[own])
         return scored
 
-    def weigh(self, scored: Scored, tile: Tile, m_before: jax.Array) -> Weighed:
+    @property
+    def interpreted(self) -> bool:
+        return self.call.interpret is not None
+
+    def weigh(self, scored: Scored, tile: Tile, m_before: jax.Array | None = None) -> Weighed:
+        """With `m_before` None, of a first tile."""
         exponents, scores = self.call.scorer.exponents, scored.scores
-        m = jnp.maximum(m_before, exponents.maxima(scores))
-        m = jnp.where(m - m_before > self.slack * exponents.doubling, m, m_before)
+        slack = self.slack * exponents.doubling
+        if m_before is None:
+            m_before, largest = self.none(), exponents.maxima(scores)
+        else:
+            largest = self._largest(scores, m_before)
+        # From 0 on a maximum is quicker to compare with.
+        goal = jnp.where((largest < 0) & (largest > -slack), 0.0, largest)
+        m = jnp.where(largest - m_before > slack, goal, m_before)
         # A row that has seen nothing: any finite number in place of −inf.
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         p = exponents.weights(scores, spread(shift, scores.shape))
         total = partial_sums(p)
         (p,) = self.reader.drop(tile, p)
         return Weighed(m, exponents.decay(m_before, shift), p, total)
+
+    def _largest(self, scores: jax.Array, m_before: jax.Array) -> jax.Array:
+        """The largest score of each row and `m_before`, in units of maxima.
+
+        The bits of floats from 0 on are in order as integers, those of negative ones below them:
+        where no maximum is negative the bits will do, of which Hopper compares three at a time.
+        """
+        exponents = self.call.scorer.exponents
+
+        def by_bits(scores: jax.Array) -> jax.Array:
+            largest = lax.bitcast_convert_type(scores, jnp.int32).max(-1)
+            return exponents.of_maximum(lax.bitcast_convert_type(largest, jnp.float32))
+
+        negative = any_of_warp(m_before < 0, interpreted=self.interpreted)
+        return jnp.maximum(m_before, lax.cond(negative, exponents.maxima, by_bits, scores))
 
     def none(self) -> jax.Array:
         return plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
@@ -173,7 +199,7 @@ class Rows:
         plgpu.barrier_arrive(self.refs.k_bar.empty.at[self.slot(jnp.int32(0))])
         tile = self.tile(jnp.int32(0))
         scored = self.score(products, tile, self.call.walker.masks_first)
-        m, _, p, total = lax.optimization_barrier(self.weigh(scored, tile, self.none()))
+        m, _, p, total = lax.optimization_barrier(self.weigh(scored, tile))
         self._await_key(jnp.int32(1))
         return Pending(m, total, p)
 
@@ -190,7 +216,6 @@ class Rows:
     def steps(self, q: Any, out_acc: Any, pending: Pending) -> Pending:
         """From the first tile's weights to the last one's; `out_acc` has O of those before it."""
         refs, dtype = self.refs, self.call.spec.dtype
-        interpreted = self.call.interpret is not None
         self.clear(out_acc)
 
         def step(t: Any, carry: Pending, masked: bool) -> Pending:
@@ -209,7 +234,7 @@ class Rows:
             def rescaled(out: Any, l: jax.Array) -> Any:
                 return tuple(scaled(x, alpha) for x in out), scaled(l, alpha)
 
-            moved = any_of_warp(m != m_before, interpreted=interpreted)
+            moved = any_of_warp(m != m_before, interpreted=self.interpreted)
             out, l = lax.cond(moved, rescaled, lambda out, l: (out, l), out, l)
             for acc, x in zip(out_acc, out, strict=True):
                 acc[...] = x

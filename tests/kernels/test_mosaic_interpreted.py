@@ -139,6 +139,17 @@ def test_one_row_and_less_than_a_tile() -> None:
     made.judge.hold(forward(made, ONE_AN_ITEM))
 
 
+@pytest.mark.parametrize("levels", [(-200, -200, -200, -4, -90, -9, 20, 3), (3, 3, -50, 90)])
+def test_maxima_on_both_sides_of_0(levels: tuple[float, ...]) -> None:
+    """Scores around one level in each half of a tile."""
+    made = case(Shape(1, 70, 32 * len(levels), 2, 1, 64, 64), BF16)
+    query, key = np.array(made.query), np.array(made.key)
+    query[..., 0] = 8  # √H
+    key[..., 0] = np.repeat(levels, 32)[:, None]
+    made = Case(query, key, made.value)
+    made.judge.hold(forward(made, ONE_AN_ITEM))
+
+
 def test_what_is_hidden_never_arrives() -> None:
     """The same bits with NaN in columns that no row sees, beside some that a row sees."""
     clean = build(Shape(2, 34, 140, 2, 1, 64, 64), ("lengths",), BF16, seed=1)
