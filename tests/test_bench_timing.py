@@ -1,5 +1,6 @@
 """What the bench times is the device's work: on fake clocks, and a kernel of known cost."""
 
+import contextlib
 import time
 from types import SimpleNamespace
 
@@ -151,4 +152,54 @@ def test_torch_is_timed_by_the_device_also_where_launching_takes_longer(monkeypa
     assert measure(program.run, RULE).seconds == pytest.approx(50e-6, rel=0.05)
     found = measured(program, RULE)
     assert cuda.spun > 0
+    assert found.seconds == pytest.approx(20e-6, rel=0.05)
+
+
+class Graph:
+    """Replays what was called while it was captured, or nothing, at 1 µs a launch."""
+
+    def __init__(self, cuda, holds):
+        self.cuda, self.holds, self.captured, self.result = cuda, holds, 0, None
+
+    def replay(self):
+        self.cuda.launch(self.captured * 20e-6, cost=1e-6)
+        if self.holds:
+            self.result.data[:] = 1
+
+
+class Result:
+    def __init__(self):
+        self.data = np.ones(3)
+
+    def fill_(self, x):
+        self.data[:] = x
+
+    def isfinite(self):
+        return np.isfinite(self.data)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_torch_calls_come_in_a_graph_if_it_holds_them(monkeypatch, holds):
+    cuda = FakeCuda()
+    monkeypatch.setattr("bench.programs.time.perf_counter", lambda: cuda.host)
+    graph, within, result = Graph(cuda, holds), [], Result()
+    graph.result = result
+
+    @contextlib.contextmanager
+    def capture(_):
+        within.append(True)
+        yield
+        within.clear()
+
+    def call():
+        if within:
+            graph.captured += 1
+        else:
+            cuda.launch(20e-6)
+        return result
+
+    cuda.CUDAGraph, cuda.graph = lambda: graph, capture
+    program = TorchProgram(SimpleNamespace(cuda=cuda, no_grad=contextlib.nullcontext), call)
+    found = measured(program, RULE)
+    assert (cuda.spun == 0) == holds
     assert found.seconds == pytest.approx(20e-6, rel=0.05)
