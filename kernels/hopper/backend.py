@@ -68,11 +68,15 @@ class Hopper:
 BACKEND = Hopper()
 
 
+# What users call the fields of `Operands`.
+_ARGUMENTS = {"mask": "mask, segment_ids or lengths", "score": "score_mod"}
+
+
 def _wrong_operands(spec: Spec) -> str | None:
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return f"query has dtype {spec.dtype}; the kernels take bfloat16 and float16"
     rest = dataclasses.replace(spec.shapes, query=None, key=None, value=None)
-    for leaf in jax.tree.leaves(rest, is_leaf=is_blocked):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(rest, is_leaf=is_blocked):
         if is_blocked(leaf):
             if leaf.block_rows % ROWS or leaf.block_columns % ROWS:
                 return (
@@ -81,5 +85,7 @@ def _wrong_operands(spec: Spec) -> str | None:
                 )
             leaf = leaf.values
         if jnp.dtype(leaf.dtype).itemsize > 4:
-            return f"an operand of a mask or a score has dtype {leaf.dtype}, of 64 bits"
+            field = path[0].name
+            name = _ARGUMENTS.get(field, field)
+            return f"{name} holds an array of dtype {leaf.dtype}; the kernels take 32 bits at most"
     return None

@@ -17,7 +17,7 @@ from flashjax.kernels.hopper.config import ForwardConfig, shared_memory
 from flashjax.kernels.hopper.items import Items
 from flashjax.kernels.hopper.replay import MOSAIC
 from flashjax.kernels.hopper.walk import Walker
-from flashjax.masks import Blocks, BlockSparse, Causal, Mask
+from flashjax.masks import Blocks, BlockSparse, Causal, Mask, Segments
 from flashjax.spec import Spec
 from scripts.deviceless import abstract_mesh
 from tests.features import build
@@ -232,6 +232,12 @@ def test_what_it_cannot_do_it_says() -> None:
     blocks = BlockSparse(np.ones((2, 1), bool), block_rows=32, block_columns=64)
     reason = BACKEND.unsupported(spec_of(64, 2, 1, blocks), H200)
     assert reason == "mask has blocks of 32 × 64; the kernels take multiples of 64"
+    with jax.enable_x64(True):
+        segments = Segments(np.zeros((1, 64), np.int64), np.zeros((1, 64), np.int64))
+        reason = BACKEND.unsupported(spec_of(64, 2, 1, segments), H200)
+    wanted = "mask, segment_ids or lengths holds an array of dtype int64; the kernels take 32 bits"
+    assert reason is not None
+    assert reason.startswith(wanted)
 
 
 def test_devices_without_the_kernels() -> None:
