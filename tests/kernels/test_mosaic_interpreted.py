@@ -13,11 +13,11 @@ from flashjax import masks, scores
 from flashjax.backend import Device
 from flashjax.bind import Arguments, bind
 from flashjax.kernels.hopper import BACKEND, Hopper
-from flashjax.kernels.hopper.config import ForwardConfig, shared_memory
+from flashjax.kernels.hopper.config import ForwardConfig, heads_beside, shared_memory
 from flashjax.kernels.hopper.items import Items
 from flashjax.kernels.hopper.replay import MOSAIC
 from flashjax.kernels.hopper.walk import Walker
-from flashjax.masks import Blocks, BlockSparse, Causal, Mask, Segments
+from flashjax.masks import Blocks, BlockSparse, Causal, Mask, Prefix, Segments
 from flashjax.spec import Spec
 from scripts.deviceless import abstract_mesh
 from tests.features import build
@@ -224,6 +224,42 @@ def test_a_configuration_is_offered_and_fits(width: int, value: int, mask: Any) 
     for config in offered:
         assert isinstance(config, ForwardConfig)
         assert shared_memory(found[0], config) <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("rows", "key_heads", "mask", "paired"),
+    [
+        (4096, 8, None, True),
+        (4096, 2, Causal(), True),
+        (1024, 8, Causal(), False),  # walks of a few tiles
+        (3 * 128, 8, None, False),  # one of two programs would have no rows in every fourth item
+        (3 * 128, 4, None, True),  # two heads of a group have
+        (4096, 8, Prefix(np.ones((1, 8), np.int32)), False),  # columns that no row sees
+    ],
+)
+def test_who_works_in_pairs(rows: int, key_heads: int, mask: Any, paired: bool) -> None:
+    x = jax.ShapeDtypeStruct((16, rows, 8, 128), BF16)
+    k = jax.ShapeDtypeStruct((16, 4096 if mask is None else rows, key_heads, 128), BF16)
+    found: list[Spec] = []
+    jax.eval_shape(lambda q, k: found.append(bind(q, k, k, Arguments(mask=mask)).spec), x, k)
+    first = BACKEND.configs(found[0], H200)[0]
+    assert isinstance(first, ForwardConfig)
+    assert (first.cluster == 2) == paired
+    assert first.query_in_registers == (paired and key_heads < 8)
+
+
+@pytest.mark.parametrize(
+    ("heads", "columns", "mask", "beside"),
+    [(16, 4096, Causal(), 8), (16, 2**20, Causal(), 1), (16, 4096, None, 2), (3, 64, None, 1)],
+)
+def test_heads_beside_one_another(heads: int, columns: int, mask: Any, beside: int) -> None:
+    x = jax.ShapeDtypeStruct((1, columns, heads, 128), BF16)
+    found: list[Spec] = []
+    jax.eval_shape(lambda q: found.append(bind(q, q, q, Arguments(mask=mask)).spec), x)
+    assert heads_beside(found[0]) == beside
+    k = jax.ShapeDtypeStruct((1, columns, 1, 128), BF16)
+    jax.eval_shape(lambda q, k: found.append(bind(q, k, k, Arguments(mask=mask)).spec), x, k)
+    assert heads_beside(found[1]) == heads  # a whole group
 
 
 def test_what_it_cannot_do_it_says() -> None:
