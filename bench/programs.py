@@ -238,19 +238,21 @@ class TorchProgram:
         """A CUDA graph of so many calls, if it does what they do."""
         if not hasattr(self._cuda, "CUDAGraph"):
             return None
-        graph, out = self._cuda.CUDAGraph(), None
+        graph, stream, out = self._cuda.CUDAGraph(), self._cuda.current_stream(), None
         try:
             with self._cuda.graph(graph):
                 for _ in range(copies):
                     out = self._call()
         except RuntimeError:  # what the call does a graph cannot hold
+            self._cuda.set_stream(stream)  # torch leaves its own behind
             return None
-        # A call that launches on a stream of its own is not in the graph.
-        first: Any = out[0] if isinstance(out, tuple) else out
+        # What a call launches on a stream of its own is not in the graph.
+        results = jax.tree.leaves(out)
         with self._torch.no_grad():
-            first.fill_(math.nan)
+            for x in results:
+                x.fill_(math.nan)
             graph.replay()
-            return graph if bool(first.isfinite().all()) else None
+            return graph if all(bool(x.isfinite().all()) for x in results) else None
 
 
 def as_float64(x: Any, index: Any) -> np.ndarray[Any, Any]:

@@ -178,8 +178,9 @@ class Result:
         return np.isfinite(self.data)
 
 
-@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize("holds", [True, False, None])
 def test_torch_calls_come_in_a_graph_if_it_holds_them(monkeypatch, holds):
+    """With None a graph cannot hold such a call, and torch stays on the graph's stream."""
     cuda = FakeCuda()
     monkeypatch.setattr("bench.programs.time.perf_counter", lambda: cuda.host)
     graph, within, result = Graph(cuda, holds), [], Result()
@@ -188,8 +189,12 @@ def test_torch_calls_come_in_a_graph_if_it_holds_them(monkeypatch, holds):
     @contextlib.contextmanager
     def capture(_):
         within.append(True)
+        cuda.stream = "graph's"
         yield
         within.clear()
+        if holds is None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        cuda.stream = "usual"
 
     def call():
         if within:
@@ -198,8 +203,11 @@ def test_torch_calls_come_in_a_graph_if_it_holds_them(monkeypatch, holds):
             cuda.launch(20e-6)
         return result
 
-    cuda.CUDAGraph, cuda.graph = lambda: graph, capture
+    cuda.CUDAGraph, cuda.graph, cuda.stream = lambda: graph, capture, "usual"
+    cuda.current_stream = lambda: cuda.stream
+    cuda.set_stream = lambda stream: setattr(cuda, "stream", stream)
     program = TorchProgram(SimpleNamespace(cuda=cuda, no_grad=contextlib.nullcontext), call)
     found = measured(program, RULE)
-    assert (cuda.spun == 0) == holds
+    assert (cuda.spun == 0) == bool(holds)
+    assert cuda.stream == "usual"
     assert found.seconds == pytest.approx(20e-6, rel=0.05)

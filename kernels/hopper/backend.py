@@ -69,7 +69,7 @@ BACKEND = Hopper()
 
 
 # What users call the fields of `Operands`.
-_ARGUMENTS = {"mask": "mask, segment_ids or lengths", "score": "score_mod"}
+_ARGUMENTS = {"mask": "mask or segment_ids", "score": "score_mod"}
 
 
 def _wrong_operands(spec: Spec) -> str | None:

@@ -204,7 +204,7 @@ def heads_beside(spec: Spec) -> int:
     """How many heads' items lie beside one another: whole groups, a power of 2 of them."""
     row = (spec.head_dim + spec.value_dim) * jnp.dtype(spec.dtype).itemsize
     masked = spec.shapes.mask is not None and spec.group == 1
-    fit = (BESIDE_MASKED if masked else BESIDE) // (spec.columns * row)
+    fit = (BESIDE_MASKED if masked else BESIDE) // max(1, spec.columns * row)
     fit = max(1, min(MOST_HEADS // spec.group, fit))
     return spec.group * math.gcd(1 << (fit.bit_length() - 1), spec.batch * spec.key_heads)
 

@@ -42,6 +42,8 @@ def forward(
     assert whole or not guards(spec), "a second walk wants a program, and its memory, to itself"
     assert not (config.ahead and config.query_in_registers), "Q is read twice where items overlap"
     together = heads_together(spec, config)
+    same = together == 1 or not jax.tree.leaves(spec.shapes.mask)
+    assert same, "heads that share keys and values walk over the same tiles"
     rows = Blocks(spec.rows, config.rows * config.cluster // together)
     columns = Blocks(spec.columns, config.columns)
     walker = Walker(spec, operands.mask, rows, columns)

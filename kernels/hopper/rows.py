@@ -131,8 +131,10 @@ class Rows:
             m_before, largest = self.none(), exponents.maxima(scores)
         else:
             largest = self._largest(scores, m_before)
-        # From 0 on a maximum is quicker to compare with.
-        goal = jnp.where((largest < 0) & (largest > -slack), 0.0, largest)
+        goal = largest
+        if self.call.spec.dtype != jnp.float16:  # whose small weights would be 0
+            # From 0 on a maximum is quicker to compare with.
+            goal = jnp.where((largest < 0) & (largest > -slack), 0.0, largest)
         m = jnp.where(largest - m_before > slack, goal, m_before)
         # A row that has seen nothing: any finite number in place of −inf.
         shift = jnp.where(m == -jnp.inf, 0.0, m)
