@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -108,7 +109,13 @@ def device_of(device: jax.Device | Device) -> Device:
                 f"device has platform {device.platform!r}; wanted one of "
                 f"{', '.join(NAMED_PLATFORMS)}, as in Device('cuda', 'NVIDIA A100', '8.0')."
             )
-        return _gpu(device.platform, device.kind, device.capability)
+        found = _gpu(device.platform, device.kind, device.capability)
+        if found.platform == "cuda" and not re.fullmatch(r"\d+\.\d+", found.capability or ""):
+            raise ValueError(
+                f"device has capability {device.capability!r}; wanted CUDA's compute capability as "
+                "JAX gives it, as in Device('cuda', 'NVIDIA A100', '8.0')."
+            )
+        return found
     return _gpu(device.platform, device.device_kind, getattr(device, "compute_capability", None))
 
 

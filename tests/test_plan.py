@@ -73,6 +73,12 @@ def test_the_kernels_that_a_device_gets(capability: str, dtype: Any, forward: st
     assert (found.forward.implementation, found.backward.implementation) == (forward, "triton")
 
 
+@pytest.mark.parametrize("capability", [None, "90", "sm_90"])
+def test_a_capability_that_is_none(capability: Any) -> None:
+    with pytest.raises(ValueError, match=f"device has capability {capability!r}; wanted"):
+        flashjax.explain(Q, Q, Q, device=Device("gpu", "NVIDIA H200", capability))
+
+
 def test_a_kernel_is_preferred_where_its_device_is(kernel: Any) -> None:
     found = flashjax.explain(Q, Q, Q, device=H200)
     assert found.implementation == "triton"
