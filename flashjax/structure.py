@@ -270,6 +270,8 @@ def align(array: Any, kind: Kind, dims: Dims, name: str) -> jax.Array:
     elif kind == "tile":
         full = (*dims.batch, dims.heads, dims.rows, dims.columns)
         wanted = f"a shape of rank <= {len(full)} that broadcasts to {full}"
+        if n_batch and shape == (*dims.batch, dims.rows, dims.columns):
+            wanted += f"; {name}[..., None, :, :] is the same for all heads"
         padded = (1,) * (len(full) - len(shape)) + shape
         fits = len(padded) == len(full) and all(
             have in (1, want) for have, want in zip(padded, full, strict=True)

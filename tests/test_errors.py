@@ -61,6 +61,10 @@ CALLS: list[tuple[str, dict[str, Any], type[Exception], str, str]] = [
     ("mask float", {"mask": np.ones((4, 6), "f")}, TypeError, "mask", "float32"),
     ("mask shape", {"mask": np.ones((6, 4), bool)}, ValueError, "mask", "(6, 4)"),
     ("mask rank", {"mask": np.ones((1, 1, 1, 4, 6), bool)}, ValueError, "mask", "(1, 1, 1, 4, 6)"),
+    (
+        "mask of batch members", {"mask": np.ones((2, 4, 6), bool)}, ValueError,
+        "mask", "mask[..., None, :, :]",
+    ),
     ("mask function", {"mask": _float_predicate}, TypeError, "mask", "function"),
     ("mask string", {"mask": "causal"}, TypeError, "mask", "str"),
     ("scale string", {"scale": "big"}, TypeError, "scale", "str"),
