@@ -64,9 +64,9 @@ class ForwardConfig(backend.Config):
         query = ", Q in registers" if self.query_in_registers else ""
         programs = f", {self.programs} programs" if self.programs else ""
         ahead = ", ahead" if self.ahead else ""
-        ahead += f", {self.cluster} together" if self.cluster > 1 else ""
+        together = f", {self.cluster} together" if self.cluster > 1 else ""
         stages = f", {self.stages} stages"
-        return f"{super().__str__()}{stages}{query}{programs}{ahead}"
+        return f"{super().__str__()}{stages}{query}{programs}{ahead}{together}"
 
 
 def padded_head_dim(dim: int) -> int:

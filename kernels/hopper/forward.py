@@ -104,7 +104,9 @@ def scratch(call: Call) -> list[Any]:
     def of_all(**counts: Any) -> Any:
         return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), **counts)
 
-    def pair(number: int, loads: int, readers: int = consumers, empty: Any = plgpu.Barrier) -> Any:
+    def pair(
+        number: int, loads: int, readers: int = consumers, empty: Any = plgpu.Barrier
+    ) -> Barriers:
         full = plgpu.Barrier(num_barriers=number, num_arrivals=loads)
         return Barriers(full, empty(num_barriers=number, num_arrivals=readers))
 

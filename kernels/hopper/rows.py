@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.kernels import softmax
-from flashjax.kernels.hopper.config import (
-    ROWS,
-)
+from flashjax.kernels.hopper.config import ROWS
 from flashjax.kernels.hopper.items import Place
 from flashjax.kernels.hopper.refs import Call, Refs
 from flashjax.kernels.hopper.tile import ROW, TILE, Staged

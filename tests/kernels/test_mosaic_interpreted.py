@@ -103,7 +103,7 @@ CONFIGS = {
         (128, 64, 2, False, 4, False, 2),
     ),
     "two together, overlapping": (
-        Shape(1, 300, 260, 4, 2, 64, 64),
+        Shape(1, 300, 260, 2, 2, 64, 64),
         (128, 64, 2, False, 2, True, 2),
     ),
     "two heads together": (
