@@ -7,6 +7,7 @@ multiply-add before its exp2.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -18,12 +19,15 @@ from flashjax import dropout
 from flashjax.kernels import softmax
 from flashjax.kernels.replay import Lowering
 from flashjax.masks.schedule import hides
-from flashjax.scores import Score, pulled_back
+from flashjax.scores import Score, SoftCap, pulled_back
 from flashjax.spec import Operands, Spec
 from flashjax.structure import At, is_blocked
 
 # Scales that float32 holds with log2(e) to spare; others multiply every score.
 LEAST_FOLDED = 2.0**-64
+
+# Up to this cap a score's multiply-add loses nothing worth a subtraction by itself.
+CAPPED = 2.0**10
 
 
 class Tile(NamedTuple):
@@ -58,6 +62,12 @@ class Tile(NamedTuple):
             self.row + lax.broadcasted_iota(jnp.int32, self.shape, self.row_axis),
             self.column + lax.broadcasted_iota(jnp.int32, self.shape, self.column_axis),
         )
+
+
+def cap_of(score: Score | None) -> float:
+    """The cap of a call that has no other modifier; infinite where it is not a number."""
+    cap = score.cap if isinstance(score, SoftCap) else None
+    return float(cap) if isinstance(cap, (int, float)) else math.inf
 
 
 class Scored(NamedTuple):
@@ -133,7 +143,16 @@ class Scorer:
         self.guards_rows = hidden_rows or by_bias
         self.guards_columns = hidden_columns or by_bias
         unit = softmax.LOG2_E * scale if self.folded else None
+        if shapes.bias is None and cap_of(shapes.score) < CAPPED:
+            unit = softmax.LOG2_E
         self.exponents = softmax.Exponents(exp2, unit)
+
+    def modified(
+        self, score: Score, at: At, raw: jax.Array, products: jax.Array, scale: Any
+    ) -> jax.Array:
+        """A tile of raw scores, without a bias `products` · `scale`, after the call's modifier."""
+        found: jax.Array = self.lowering.lowerable(score.apply)(raw, at)
+        return found
 
     def at(self, refs: Any, at: Any = (0, 0)) -> Reader:
         """What a program reads of one of its batch members and heads, counted within its own."""
@@ -189,7 +208,8 @@ class Reader:
             bias = self.load("bias", tile)
             bias = jnp.broadcast_to(bias, tile.shape).astype(jnp.float32)
             keep = _and(keep, bias != -jnp.inf)
-            raw = raw + jnp.where(bias == -jnp.inf, 0.0, bias)
+            # A modifier is spared the −inf; without one the sum is hidden below, NaN or not.
+            raw = raw + (bias if shapes.score is None else jnp.where(keep, bias, 0.0))
         if masked and shapes.mask is not None:
             mask = self.load("mask", tile)
             at = self.at(tile, mask.uses_ids)
@@ -199,7 +219,8 @@ class Reader:
         scores = raw
         if shapes.score is not None:
             score = self.load("score", tile)
-            scores = self.scorer.lowering.lowerable(score.apply)(raw, self.at(tile, score.uses_ids))
+            at = self.at(tile, score.uses_ids)
+            scores = self.scorer.modified(score, at, raw, products, scale)
         if keep is not None:
             scores = jnp.where(keep, scores, -jnp.inf)
         return Scored(scores, raw, products, keep)

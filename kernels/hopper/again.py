@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.kernels.hopper.config import ROWS, guards
+from flashjax.kernels.hopper.layouts import ROW, TILE
 from flashjax.kernels.hopper.refs import Copies
 from flashjax.kernels.hopper.rows import Rows, Sums, accumulators, scaled, spread
-from flashjax.kernels.hopper.tile import ROW, TILE
 from flashjax.kernels.hopper.vote import any_of_warpgroup
 from flashjax.kernels.tile import seen
 

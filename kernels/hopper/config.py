@@ -249,7 +249,9 @@ def _ways(spec: Spec, tiles: Tiles, kind: str) -> list[Way]:
     known = not jax.tree.leaves(spec.shapes.mask)
     if largest in PAIRED and tiles_a_walk > PAIRS_FROM and even and known:
         room = spec.shapes.score is None and not spec.dropout_rate  # of registers
-        return [Way(programs, cluster=2, query_in_registers=grouped and room), *ways]
+        pair = Way(programs, cluster=2, query_in_registers=grouped and room)
+        # A modifier wants the multiply-adds of one item beside the products of another.
+        return [pair, *ways] if spec.shapes.score is None else [ways[0], pair, *ways[1:]]
     return ways
 
 

@@ -50,7 +50,15 @@ def forward(
     call = Call(
         spec,
         config,
-        Scorer(spec, operands, rows, columns, staged=bool(staged(spec, config))),
+        Scorer(
+            spec,
+            operands,
+            rows,
+            columns,
+            staged=bool(staged(spec, config)),
+            room=config.consumers < 3,
+            interpreted=interpret is not None,
+        ),
         walker,
         Items(spec, walker, config.programs // config.cluster, heads_beside(spec), together),
         interpret,

@@ -15,8 +15,9 @@ from jax import lax
 from flashjax.kernels import softmax
 from flashjax.kernels.hopper.config import ROWS
 from flashjax.kernels.hopper.items import Place
+from flashjax.kernels.hopper.layouts import ROW, TILE
 from flashjax.kernels.hopper.refs import Call, Refs
-from flashjax.kernels.hopper.tile import ROW, TILE, Staged
+from flashjax.kernels.hopper.tile import Staged
 from flashjax.kernels.hopper.vote import any_of_warp
 from flashjax.kernels.hopper.walk import Walk
 from flashjax.kernels.tile import Reader, Scored, Tile
@@ -131,8 +132,11 @@ class Rows:
             largest = self._largest(scores, m_before)
         goal = largest
         if self.call.spec.dtype != jnp.float16:  # whose small weights would be 0
-            # From 0 on a maximum is quicker to compare with.
-            goal = jnp.where((largest < 0) & (largest > -slack), 0.0, largest)
+            # From 0 on a maximum is quicker to compare with. Whole powers of 2 above the largest
+            # score, its weight rounds to itself: a row of one column gets that one's very values.
+            powers = lax.convert_element_type(largest * (-1 / exponents.doubling), jnp.int32) + 1
+            raised = largest + powers * exponents.doubling
+            goal = jnp.where((largest < 0) & (largest > -slack), raised, largest)
         m = jnp.where(largest - m_before > slack, goal, m_before)
         # A row that has seen nothing: any finite number in place of −inf.
         shift = jnp.where(m == -jnp.inf, 0.0, m)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,15 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.kernels import tile
+from flashjax.kernels.hopper.cap import capped, expands
 from flashjax.kernels.hopper.config import is_matrix
+from flashjax.kernels.hopper.layouts import COLUMN, ROW, TILE
 from flashjax.kernels.hopper.replay import MOSAIC
-from flashjax.kernels.tile import Tile
+from flashjax.kernels.tile import Tile, cap_of
 from flashjax.masks import Blocks
+from flashjax.scores import Score
 from flashjax.spec import Operands, Spec
-from flashjax.structure import Blocked
-
-TILE = plgpu.Layout.WGMMA
-ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
+from flashjax.structure import At, Blocked
 
 
 class Staged(NamedTuple):
@@ -86,12 +87,23 @@ def exp2(x: jax.Array, unit: float, shift: jax.Array | None) -> jax.Array:
 class Scorer(tile.Scorer):
     """The operands of a call whose tiles are of `rows` and `columns`.
 
-    With `staged`, those of rows × columns come through shared memory.
+    With `staged`, those of rows × columns come through shared memory. With `room` there are
+    registers for two ways to cap.
     """
 
     def __init__(
-        self, spec: Spec, operands: Operands, rows: Blocks, columns: Blocks, *, staged: bool
+        self,
+        spec: Spec,
+        operands: Operands,
+        rows: Blocks,
+        columns: Blocks,
+        *,
+        staged: bool,
+        room: bool,
+        interpreted: bool,
     ) -> None:
+        self._room, self._interpreted = room, interpreted
+
         def leaf(x: Any) -> tuple[jax.Array, Leaf]:
             if isinstance(x, Blocked):
                 values, block = x.values, (x.block_rows, x.block_columns)
@@ -114,3 +126,16 @@ class Scorer(tile.Scorer):
             return padded, Leaf(padded.shape, boolean)
 
         super().__init__(spec, operands, leaf, MOSAIC, exp2)
+
+    def modified(
+        self, score: Score, at: At, raw: jax.Array, products: jax.Array, scale: Any
+    ) -> jax.Array:
+        exact = functools.partial(super().modified, score, at)
+        cap, static = cap_of(score), isinstance(scale, float) and self.spec.shapes.bias is None
+        if not (static and self._room and expands(cap, scale)):
+            return exact(raw, products, scale)
+
+        def outright(products: jax.Array) -> jax.Array:
+            return exact(products * scale, products, scale)
+
+        return capped(products, scale, cap, outright, interpreted=self._interpreted)

@@ -150,6 +150,27 @@ def test_maxima_on_both_sides_of_0(levels: tuple[float, ...]) -> None:
     made.judge.hold(forward(made, ONE_AN_ITEM))
 
 
+@pytest.mark.parametrize("size", [2.4, 40.0])
+def test_scores_near_and_beyond_a_soft_cap(size: float) -> None:
+    """Near are those below 0.4 of it, here 12."""
+    arguments, options = {"logits_soft_cap": 30.0}, {"soft_cap": 30.0}
+    made = case(Shape(1, 70, 200, 2, 1, 64, 64), BF16, arguments=arguments, options=options)
+    query = np.array(made.query)
+    query[:, :16] *= size
+    query[:, 16:] *= 2.4
+    made = Case(query, made.key, made.value, arguments=arguments, options=options)
+    made.judge.hold(forward(made, ONE_AN_ITEM))
+
+
+@pytest.mark.parametrize("cap", [None, 4.0])
+def test_a_row_of_one_column_is_its_values(cap: float | None) -> None:
+    """Whatever its score, its weight in bfloat16 is a power of 2."""
+    shape = Shape(1, 70, 70, 2, 1, 64, 64)
+    arguments = {"local_window_size": (0, 0), "logits_soft_cap": cap}
+    made = case(shape, BF16, arguments=arguments)
+    assert (forward(made, ONE_AN_ITEM)["out"] == np.repeat(made.value, 2, axis=2)).all()
+
+
 def test_float16_keeps_a_long_tail_below_a_maximum_below_0() -> None:
     made = case(Shape(1, 64, 2048, 1, 1, 64, 64), F16)
     query, key, value = (np.zeros_like(x) for x in (made.query, made.key, made.value))

@@ -1,0 +1,6 @@
+"""How tiles and their vectors lie in a warpgroup's registers: as products leave them."""
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+
+TILE = plgpu.Layout.WGMMA
+ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
