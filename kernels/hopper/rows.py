@@ -134,8 +134,8 @@ class Rows:
         if self.call.spec.dtype != jnp.float16:  # whose small weights would be 0
             # From 0 on a maximum is quicker to compare with. Whole powers of 2 above the largest
             # score, its weight rounds to itself: a row of one column gets that one's very values.
-            powers = lax.convert_element_type(largest * (-1 / exponents.doubling), jnp.int32) + 1
-            raised = largest + powers * exponents.doubling
+            powers = (largest * (-1 / exponents.doubling)).astype(jnp.int32) + 1
+            raised = largest + powers.astype(jnp.float32) * exponents.doubling
             goal = jnp.where((largest < 0) & (largest > -slack), raised, largest)
         m = jnp.where(largest - m_before > slack, goal, m_before)
         # A row that has seen nothing: any finite number in place of −inf.
