@@ -66,8 +66,13 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     plan.plan.cache_clear()
 
 
+def kind_of(spec: Spec, direction: Any = "forward") -> Kind:
+    offered = FORWARD if direction == "forward" else BACKWARD
+    return Kind.of("triton", direction, spec, offered[0])
+
+
 def store(path: Path, config: Config, spec: Spec, direction: Any = "forward") -> None:
-    kind = Kind.of("triton", direction, spec)
+    kind = kind_of(spec, direction)
     table.write_entries(path, KIND, {kind: {Size.of(spec): dataclasses.asdict(config)}})
     table.tables.cache_clear()
 
@@ -127,7 +132,7 @@ def test_near_sizes_share_an_entry(places: Any, sizes: Any, found: bool) -> None
 
 
 def test_the_nearest_entry_wins(places: Any) -> None:
-    kind = Kind.of("triton", "forward", spec_of())
+    kind = kind_of(spec_of())
     near = {1024: FORWARD[1], 4096: FORWARD[2]}
     rows = {Size.of(spec_of(t)): dataclasses.asdict(config) for t, config in near.items()}
     table.write_entries(places[0], KIND, {kind: rows})
@@ -165,7 +170,7 @@ def test_backend_direction_and_device_tell_entries_apart(places: Any) -> None:
 
 def test_precision_counts_for_float32_alone() -> None:
     def precision(**arguments: Any) -> str:
-        return Kind.of("triton", "forward", spec_of(**arguments)).precision
+        return kind_of(spec_of(**arguments)).precision
 
     assert precision(dtype=jnp.float32) == "HIGHEST"
     assert precision(dtype=jnp.float32, precision="default") == "DEFAULT"
@@ -175,10 +180,15 @@ def test_precision_counts_for_float32_alone() -> None:
 def test_a_schedule_of_lists_is_one_of_its_own() -> None:
     dense = jax.ShapeDtypeStruct((1, 1, 512, 512), jnp.bool_)
     kinds = [
-        Kind.of("triton", "forward", spec_of(512, **rest)).schedule
-        for rest in ({}, {"mask": Causal()}, {"mask": dense})
+        kind_of(spec_of(512, **rest)).schedule for rest in ({}, {"mask": Causal()}, {"mask": dense})
     ]
     assert kinds == ["none", "ranges", "lists"]
+
+
+def test_an_entry_is_for_calls_that_are_offered_the_same_first(places: Any) -> None:
+    store(places[0], FORWARD[1], spec_of())
+    for offered, wanted in ((FORWARD, FORWARD[1]), (FORWARD[::-1], FORWARD[-1])):
+        assert tuning.chosen("triton", spec_of(), GPU, "forward", offered)[0] == wanted
 
 
 def test_a_configuration_no_longer_offered_is_passed_over(places: Any) -> None:
@@ -196,14 +206,17 @@ def test_a_backward_pairs_passes_of_two_offered(places: Any) -> None:
     assert tuning.chosen("triton", spec_of(), GPU, "backward", BACKWARD) == (pair, USERS)
 
 
+THIS = {"format": table.FORMAT, "device": KIND}
 DAMAGED = {
     "no JSON": "{",
     "a list": "[]",
-    "no entries": json.dumps({"format": 1, "device": KIND}),
-    "another device": json.dumps({"format": 1, "device": "Test GPU 2", "entries": []}),
-    "another format": json.dumps({"format": 2, "device": KIND, "entries": []}),
-    "an entry without fields": json.dumps({"format": 1, "device": KIND, "entries": [{}]}),
-    "an entry that is none": json.dumps({"format": 1, "device": KIND, "entries": [3]}),
+    "no entries": json.dumps(THIS),
+    "another device": json.dumps(THIS | {"device": "Test GPU 2", "entries": []}),
+    "another format": json.dumps(THIS | {"format": table.FORMAT + 1, "entries": []}),
+    "an entry without fields": json.dumps(
+        {"format": table.FORMAT, "device": KIND, "entries": [{}]}
+    ),
+    "an entry that is none": json.dumps({"format": table.FORMAT, "device": KIND, "entries": [3]}),
     "a null": "null",
 }
 
@@ -230,7 +243,7 @@ def test_the_table_is_read_once_at_first_use(places: Any, monkeypatch: pytest.Mo
 
 
 def test_writing_and_reading_give_back_the_entries(places: Any) -> None:
-    kinds = [Kind.of("triton", d, spec_of(h=h)) for d in ("forward", "backward") for h in (64, 128)]
+    kinds = [kind_of(spec_of(h=h), d) for d in ("forward", "backward") for h in (64, 128)]
     made = {
         kind: {Size(t, t, 3): dataclasses.asdict(BACKWARD[0]) for t in (10, 12)} for kind in kinds
     }
@@ -283,7 +296,7 @@ def in_turn(*seconds: float) -> Any:
 def test_plan_and_explain_say_where_tile_sizes_are_from(
     places: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(plan.BACKENDS, "triton", Fake)
+    monkeypatch.setattr(plan, "BACKENDS", {"triton": Fake})
     store(places[0], FORWARD[2], spec_of())
     q = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)
     found = str(flashjax.explain(q, q, q, device=GPU))
@@ -318,7 +331,7 @@ def test_measuring_finds_the_best_of_each_pass() -> None:
 def of_forward(*seconds: float) -> Measurement:
     spec = spec_of()
     part = Pass("forward", "", FORWARD)
-    return Measurement("w", Kind.of("triton", "forward", spec), Size.of(spec), part, seconds)
+    return Measurement("w", kind_of(spec), Size.of(spec), part, seconds)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +414,7 @@ def test_tune_keeps_what_the_table_had(places: Any, tmp_path: Path) -> None:
     assert not places[0].exists()
     kept = table.read_entries(path, KIND)
     assert len(kept) == 3
-    assert kept[Kind.of("triton", "forward", spec_of())]
+    assert kept[kind_of(spec_of())]
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def measure(
             except Exception as error:  # one that this device cannot run must not end the others
                 seconds.append(math.inf)
                 failures.append(f"{part.part(config)}: {' '.join(str(error).split())}")
-        kind = Kind.of(backend.name, part.direction, spec)
+        kind = Kind.of(backend.name, part.direction, spec, part.configs[0])
         yield Measurement(workload.name, kind, Size.of(spec), part, tuple(seconds), tuple(failures))
 
 

@@ -28,7 +28,7 @@ from flashjax.masks import Blocks, Ranges, schedule
 from flashjax.spec import Spec
 
 Direction = Literal["forward", "backward"]
-FORMAT = 1
+FORMAT = 2
 NEAR = 2  # in powers of two
 USERS, SHIPPED, DEFAULT = "tuned on this machine", "shipped table", "default"
 
@@ -46,9 +46,10 @@ class Kind:
     schedule: str  # "none", "ranges" or "lists"
     scores: str  # of "bias" and "score" those that the call has
     grouped: bool  # G > 1
+    default: str  # what is offered first: where that differs, so does what is worth trying
 
     @classmethod
-    def of(cls, backend: str, direction: Direction, spec: Spec) -> Kind:
+    def of(cls, backend: str, direction: Direction, spec: Spec, default: Config) -> Kind:
         has = {"bias": spec.shapes.bias is not None, "score": spec.shapes.score is not None}
         return cls(
             backend,
@@ -60,6 +61,7 @@ class Kind:
             _schedule_kind(spec, direction),
             " ".join(name for name, there in has.items() if there),
             spec.group > 1,
+            str(default),
         )
 
 
@@ -122,7 +124,8 @@ def chosen(
         for table in tables(device.kind):
             if not any(kind.backend == backend for kind in table.entries):
                 continue
-            found = table.find(Kind.of(backend, direction, spec), Size.of(spec))
+            kind = Kind.of(backend, direction, spec, offered[0])
+            found = table.find(kind, Size.of(spec))
             config = found and resolved(found, offered)
             if config:
                 return config, table.source
@@ -224,7 +227,7 @@ def write_entries(path: Path, device_kind: str, entries: Entries) -> None:
         for size, config in sorted(sizes.items())
     ]
     # One line an entry, so that a change of a shipped table can be reviewed.
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    lines = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in rows)
     head = f'  "format": {FORMAT},\n  "device": {json.dumps(device_kind)}'
     text = f'{{\n{head},\n  "entries": [{chr(10) + lines + chr(10) + "  " if rows else ""}]\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
