@@ -133,17 +133,22 @@ def timed(found: Iterable[Record], contender: str, direction: str) -> list[Cell]
 
 
 def ratio_bars(found: Sequence[Record]) -> Any:
-    """Every contender's speed in units of the best peer's, a group of bars a workload."""
-    record = found[0]
-    contenders = contenders_of(found)
-    names = [n for n in record.workloads if any(c.seconds for c in record.cells if c.workload == n)]
-    if not names or not any(record.best_peer(n, d) for n in names for d in PASSES):
+    """Every contender's speed in units of the best peer's, a group of bars a workload.
+
+    Each pass is of the newest record that has it beside a peer.
+    """
+    newest = {d: r for r in sorted(found, key=date) for d in PASSES if has_peers(r, d)}
+    if not newest:
         return None
+    contenders = contenders_of(newest.values())
+    most = max(len(r.workloads) for r in newest.values())
     figure, axes = plt.subplots(
-        2, 1, figsize=(1.1 * len(names) + 2.5, 6), squeeze=False, layout="constrained"
+        len(newest), 1, figsize=(1.1 * most + 2.5, 6), squeeze=False, layout="constrained"
     )
     width = 0.85 / len(contenders)
-    for (axis,), direction in zip(axes, PASSES, strict=True):
+    passes = [(d, newest[d]) for d in PASSES if d in newest]
+    for (axis,), (direction, record) in zip(axes, passes, strict=True):
+        names = list(record.workloads)
         for place, contender in enumerate(contenders):
             cells = [record.find(name, contender, direction) for name in names]
             heights = [0.0 if c is None else record.ratio(c) or 0.0 for c in cells]
@@ -151,10 +156,19 @@ def ratio_bars(found: Sequence[Record]) -> Any:
             axis.bar(x, heights, width, label=contender, color=COLOURS.get(contender))
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(range(len(names)), names, fontsize=7, rotation=20, ha="right")
-        axis.set_title(f"{direction}: speed ÷ best peer's", fontsize=9)
+        axis.set_title(f"{direction}: speed ÷ best peer's; {where([record])}", fontsize=9)
         axis.grid(alpha=0.3, axis="y")
-    legend(figure, axes, where(found))
+    legend(figure, axes, "")
     return figure
+
+
+def date(record: Record) -> str:
+    found: str = record.machine["date"]
+    return found
+
+
+def has_peers(record: Record, direction: str) -> bool:
+    return any(record.best_peer(name, direction) for name in record.workloads)
 
 
 def memory_by_length(found: Sequence[Record]) -> Any:

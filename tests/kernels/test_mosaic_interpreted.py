@@ -305,6 +305,18 @@ def test_what_it_cannot_do_it_says() -> None:
     assert reason.startswith(wanted)
 
 
+def test_strict_promotion() -> None:
+    """Traced alone."""
+    shape = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+
+    def run(q: Any) -> Any:
+        bound = bind(q, q, q, Arguments(is_causal=True, logits_soft_cap=4.0))
+        return Hopper(mosaic.params()).forward(bound.spec, ONE_AN_ITEM, bound.operands)
+
+    with jax.numpy_dtype_promotion("strict"):
+        assert jax.eval_shape(run, shape)[0].dtype == jnp.bfloat16
+
+
 def test_devices_without_the_kernels() -> None:
     spec = spec_of(64, 2, 1, None)
     assert BACKEND.unsupported(spec, H200) is None
