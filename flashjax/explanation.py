@@ -130,7 +130,10 @@ def explain(
     chosen = made.forward.implementation
     refused = [(n, str(why)) for n, why in implementations(spec, on) if why and n != chosen]
     reason = cudnn.refusal(given, on)
-    refused += [("cudnn", reason)] if reason else []
+    if reason is None:
+        notes = (*notes, "'cudnn' may take this call too; it runs only where it is named")
+    else:
+        refused.append(("cudnn", reason))
     concrete = _concrete_mask(given, query, key)
     forward = _tiling(spec, made.forward.config, concrete, "rows")
     backward = _tiling(spec, made.backward.config, concrete, "columns")

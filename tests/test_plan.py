@@ -209,3 +209,13 @@ def test_a_named_device_is_read_as_jax_names_it() -> None:
     assert found.implementation == "triton"
     with pytest.raises(ValueError, match=r"device has platform 'NVIDIA A100'; wanted one of cpu"):
         flashjax.explain(x, x, x, device=flashjax.Device("NVIDIA A100", "NVIDIA A100", "8.0"))
+
+
+def test_explain_says_where_cudnn_may_run() -> None:
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    h200 = flashjax.Device("cuda", "NVIDIA H200", "9.0")
+    may = "'cudnn' may take this call too"
+    assert may in str(flashjax.explain(x, x, x, is_causal=True, device=h200))
+    found = str(flashjax.explain(x, x, x, logits_soft_cap=3.0, device=h200))
+    assert may not in found
+    assert "not 'cudnn': jax.nn has no logits_soft_cap" in found
