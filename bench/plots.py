@@ -124,12 +124,14 @@ def plain(workload: dict[str, Any]) -> bool:
 
 
 def timed(found: Iterable[Record], contender: str, direction: str) -> list[Cell]:
-    return [
-        c
-        for r in found
+    """One a workload, of the newest record that has it."""
+    cells = {
+        c.workload: c
+        for r in sorted(found, key=date)
         for c in r.cells
         if (c.contender, c.direction) == (contender, direction) and c.seconds is not None
-    ]
+    }
+    return list(cells.values())
 
 
 def ratio_bars(found: Sequence[Record]) -> Any:

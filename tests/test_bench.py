@@ -174,6 +174,15 @@ def test_pictures_are_drawn(tmp_path):
     assert all(0 < path.stat().st_size < 200_000 for path in drawn)
 
 
+def test_pictures_show_the_newest_run_of_a_workload():
+    later = dataclasses.replace(
+        record_of(cell("fast", 0.25)), machine=FOUND.machine | {"date": "2999-01-01"}
+    )
+    for found in ([FOUND, later], [later, FOUND]):
+        assert [c.seconds for c in plots.timed(found, "fast", "forward")] == [0.25]
+        assert [c.seconds for c in plots.timed(found, "slow", "forward")] == [2.0]
+
+
 class Fake(JaxNn):
     """jax.nn's, but it refuses or fails as it is told."""
 
