@@ -213,10 +213,8 @@ DAMAGED = {
     "no entries": json.dumps(THIS),
     "another device": json.dumps(THIS | {"device": "Test GPU 2", "entries": []}),
     "another format": json.dumps(THIS | {"format": table.FORMAT + 1, "entries": []}),
-    "an entry without fields": json.dumps(
-        {"format": table.FORMAT, "device": KIND, "entries": [{}]}
-    ),
-    "an entry that is none": json.dumps({"format": table.FORMAT, "device": KIND, "entries": [3]}),
+    "an entry without fields": json.dumps(THIS | {"entries": [{}]}),
+    "an entry that is none": json.dumps(THIS | {"entries": [3]}),
     "a null": "null",
 }
 

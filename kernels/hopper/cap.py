@@ -19,6 +19,7 @@ LEAST_RATIO = 2.0**-20
 
 
 def expands(cap: float, scale: float) -> bool:
+    """Whether :func:`capped` is for such numbers."""
     return LEAST_RATIO <= scale / cap <= 1 / LEAST_RATIO
 
 
