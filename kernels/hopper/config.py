@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashjax import backend
+from flashjax.kernels.hopper.shares import WORTH
 from flashjax.kernels.hopper.walk import visited
 from flashjax.masks import Blocks
 from flashjax.masks.schedule import hides
@@ -236,17 +237,19 @@ def _ways(spec: Spec, tiles: Tiles, kind: str) -> list[Way]:
     programs = next((n for end, n in OTHER_PROGRAMS.items() if kind.endswith(end)), PROGRAMS)
     alone, shared, overlapping = Way(), Way(programs), Way(programs, ahead=True)
     rows, columns = Blocks(spec.rows, tiles.rows), Blocks(spec.columns, tiles.columns)
-    if rows.count * spec.batch * spec.heads <= programs or guards(spec):
+    tiles_a_walk = _mean_walk(spec.shapes.mask, rows, columns)
+    known = not jax.tree.leaves(spec.shapes.mask)
+    if guards(spec):
         return [alone]
+    if rows.count * spec.batch * spec.heads <= programs:
+        return [shared, alone] if known and tiles_a_walk > 2 * WORTH else [alone]
     largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
     if largest == HEAD_DIMS[-1]:  # no memory for the queries of two items
         return [alone, shared]
-    tiles_a_walk = _mean_walk(spec.shapes.mask, rows, columns)
     long = spec.head_dim > 64 and tiles_a_walk > LONG
     ways = [shared, overlapping, alone] if long else [overlapping, shared, alone]
     grouped = spec.group % 2 == 0
     even = grouped or rows.count % 2 == 0 or rows.count > BLOCKS_TO_HIDE_ONE
-    known = not jax.tree.leaves(spec.shapes.mask)
     if largest in PAIRED and tiles_a_walk > PAIRS_FROM and even and known:
         room = spec.shapes.score is None and not spec.dropout_rate  # of registers
         pair = Way(programs, cluster=2, query_in_registers=grouped and room)

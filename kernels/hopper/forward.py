@@ -27,6 +27,7 @@ from flashjax.kernels.hopper.config import (
 )
 from flashjax.kernels.hopper.consumer import consume
 from flashjax.kernels.hopper.items import Items, Place
+from flashjax.kernels.hopper.parts import merged, part_types
 from flashjax.kernels.hopper.refs import Barriers, Call, Copies, Refs
 from flashjax.kernels.hopper.tile import Scorer
 from flashjax.kernels.hopper.walk import Walker
@@ -60,7 +61,14 @@ def forward(
             interpreted=interpret is not None,
         ),
         walker,
-        Items(spec, walker, config.programs // config.cluster, heads_beside(spec), together),
+        Items(
+            spec,
+            walker,
+            config.programs // config.cluster,
+            heads_beside(spec),
+            together,
+            overlapping=config.ahead,
+        ),
         interpret,
     )
 
@@ -74,12 +82,13 @@ def forward(
         more = held_head_dim(x.shape[-1]) - x.shape[-1]
         return jnp.pad(x, [(0, 0)] * 3 + [(0, more)]) if more else x
 
-    out, lse = plgpu.kernel(
+    out, lse, *parts = plgpu.kernel(
         kernel,
         out_type=[
             jax.ShapeDtypeStruct((*spec.out.shape[:-1], held_head_dim(spec.value_dim)), spec.dtype),
             # A vector's copy does not end where the array does.
             jax.ShapeDtypeStruct((spec.batch, spec.heads, rows.padded), jnp.dtype(jnp.float32)),
+            *part_types(call),
         ],
         scratch_types=scratch(call),
         grid=(call.items.programs,),
@@ -101,7 +110,8 @@ def forward(
         *walker.arrays,
         *call.items.arrays,
     )
-    return out[..., : spec.value_dim], lse[..., : spec.rows]
+    out, lse = out[..., : spec.value_dim], lse[..., : spec.rows]
+    return merged(call, out, lse, *parts) if parts else (out, lse)
 
 
 def scratch(call: Call) -> list[Any]:
@@ -138,7 +148,7 @@ def scratch(call: Call) -> list[Any]:
 
 def produce(call: Call, refs: Refs) -> None:
     """Loads the queries of each item, and its tiles of keys and values as slots become free."""
-    config, walker = call.config, call.walker
+    config = call.config
     together = CLUSTER if call.paired else None
     if config.consumers in REGISTERS:
         plgpu.set_max_registers(REGISTERS[config.consumers][1], action="decrease")
@@ -150,15 +160,14 @@ def produce(call: Call, refs: Refs) -> None:
 
     def item(i: Any, place: Place, _following: Any, carry: Any) -> Any:
         before = carry[1]
-        block, head, batch = place
-        walk = walker.at(refs.path, (batch, head), block)
+        walk = call.walk(refs, place)
         buffer = call.buffer(i)
         if call.items.shared:
             pl.when(i >= config.queries)(lambda: plgpu.barrier_wait(refs.q_bar.empty.at[buffer]))
-        rows = pl.ds(call.first_row(block), config.rows)
+        rows = pl.ds(call.first_row(place.block), config.rows)
         for dims, part in refs.q.copies(buffer, call.head_dims):
             plgpu.copy_gmem_to_smem(
-                refs.query.at[batch, rows, head, dims], part, refs.q_bar.full.at[buffer]
+                refs.query.at[place.batch, rows, place.head, dims], part, refs.q_bar.full.at[buffer]
             )
 
         @pl.loop(0, walk.count)

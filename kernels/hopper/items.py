@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,19 +12,29 @@ import numpy as np
 from jax import lax
 
 from flashjax.kernels.hopper.config import CLUSTER
+from flashjax.kernels.hopper.shares import Part, shared_out
 from flashjax.kernels.hopper.walk import Walker
 from flashjax.spec import Spec
 
-# What an item costs beside its tiles, in tiles: its queries' way in, its output's way out.
-OVERHEAD = 1.0
+
+class Piece(NamedTuple):
+    """What of an item's walk a program takes: tiles from `begin` on, `count` at most.
+
+    `number` counts the parts of all that are cut; it is negative for an item that is whole.
+    """
+
+    number: Any
+    begin: Any
+    count: Any
 
 
 class Place(NamedTuple):
-    """Block of rows, head and batch member of an item."""
+    """Block of rows, head and batch member of an item; None where no item of the call is cut."""
 
     block: Any
     head: Any
     batch: Any
+    piece: Piece | None = None
 
 
 class Following(NamedTuple):
@@ -39,50 +49,66 @@ class Items:
 
     Under Causal the longest walks thus come first, and neighbours share keys and values in L2.
     Where the host can tell how long each walk is, `programs` programs share the items out so that
-    all end together: the longest first, each to the program with the least so far (Graham, 1969).
+    all end together (`shares`), `overlapping` where an item begins before the one before it ends.
     With `together`, an item is of so many heads, and so many programs count as one.
     """
 
     def __init__(
-        self, spec: Spec, walker: Walker, programs: int, heads: int, together: int = 1
+        self,
+        spec: Spec,
+        walker: Walker,
+        programs: int,
+        heads: int,
+        together: int = 1,
+        *,
+        overlapping: bool = False,
     ) -> None:
-        self._spec, self._together = spec, together
+        self._spec, self.together = spec, together
         self.blocks, self.heads = walker.own.count, heads // together
         self.count = self.blocks * spec.heads * spec.batch // together
-        lengths = walker.lengths if programs else None
-        self.shared = lengths is not None and self.count > programs
-        self.programs = programs if self.shared else self.count
+        self.parts: list[Part] = []
         self.arrays: list[jax.Array] = []
+        self.shared, self.programs = False, self.count
+        if programs and walker.lengths is not None:
+            blocks, _, _ = self.places(np.arange(self.count))
+            tiles = np.maximum(walker.lengths, 1)[blocks]
+            taken, self.parts = shared_out(tiles, programs, overlapping=overlapping)
+            self.shared = self.count > programs or bool(self.parts)
         if self.shared:
-            assert lengths is not None
-            self.arrays = [jnp.asarray(self._shared_out(lengths))]
+            self.programs = len(taken)
+            self.arrays = [jnp.asarray(_table(taken))]
+        if self.parts:
+            self.arrays.append(jnp.asarray(np.array(self.parts, np.int32)))
 
-    def _shared_out(self, lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """(programs, 1 + most items + 1) int32: how many, and which."""
-        item = np.arange(self.count)
-        costs = lengths[self.blocks - 1 - item % (self.blocks * self.heads) // self.heads]
-        taken: list[list[int]] = [[] for _ in range(self.programs)]
-        loads = [(0.0, program) for program in range(self.programs)]
-        for i, cost in enumerate(costs):
-            load, program = heapq.heappop(loads)
-            taken[program].append(i)
-            heapq.heappush(loads, (load + float(cost) + OVERHEAD, program))
-        table = np.zeros((self.programs, max(map(len, taken)) + 2), np.int32)
-        for row, own in zip(table, taken, strict=True):
-            row[0], row[1 : 1 + len(own)] = len(own), own
-        return table
+    def places(self, item: Any) -> tuple[Any, Any, Any]:
+        """Block, first head and batch member of numpy's integers."""
+        return self._place(item, operator.floordiv, operator.mod)
 
-    def place(self, item: Any) -> Place:
-        section = jnp.int32(self.blocks * self.heads)
-        inner = lax.rem(item, section)
-        heads = jnp.int32(self.heads)
-        member = lax.div(item, section) * heads + lax.rem(inner, heads)
-        block = jnp.int32(self.blocks - 1) - lax.div(inner, heads)
-        n = jnp.int32(self._spec.heads // self._together)
-        head = lax.rem(member, n)
-        if self._together > 1:
-            head = head * self._together + lax.axis_index(CLUSTER)
-        return Place(block, head, lax.div(member, n))
+    def _place(
+        self, item: Any, div: Callable[..., Any], rem: Callable[..., Any]
+    ) -> tuple[Any, Any, Any]:
+        section, heads = np.int32(self.blocks * self.heads), np.int32(self.heads)
+        n = np.int32(self._spec.heads // self.together)
+        inner = rem(item, section)
+        member = div(item, section) * heads + rem(inner, heads)
+        block = np.int32(self.blocks - 1) - div(inner, heads)
+        return block, rem(member, n) * np.int32(self.together), div(member, n)
+
+    def place(self, refs: Any, i: Any) -> Place:
+        """Of an item, or of one of the parts that count on from the last item."""
+        piece = None
+        if self.parts:
+            _, parts = refs
+            number = i - jnp.int32(self.count)
+            item, begin, count = (parts[lax.max(number, jnp.int32(0)), k] for k in range(3))
+            cut, whole = number >= 0, jnp.int32(np.iinfo(np.int32).max)
+            i = lax.select(cut, item, i)
+            begin = lax.select(cut, begin, jnp.int32(0))
+            piece = Piece(number, begin, lax.select(cut, count, whole))
+        block, head, batch = self._place(i, lax.div, lax.rem)
+        if self.together > 1:
+            head = head + lax.axis_index(CLUSTER)
+        return Place(block, head, batch, piece)
 
     def each(
         self,
@@ -96,16 +122,24 @@ class Items:
         """
         program = lax.axis_index("program")
         if not self.shared:
-            place = self.place(program)
+            place = self.place(refs, program)
             return body(jnp.int32(0), place, Following(place, False), enter(place))
-        (table,) = refs
+        table = refs[0]
         count, first = table[program, 0], table[program, 1]
 
         def one(i: Any, c: Any) -> Any:
             item, carry = c
             later = table[program, i + 2]  # its way here is long
-            following = Following(self.place(later), i + 1 < count)
-            return later, body(i, self.place(item), following, carry)
+            following = Following(self.place(refs, later), i + 1 < count)
+            return later, body(i, self.place(refs, item), following, carry)
 
-        start = (first, enter(self.place(first)))
+        start = (first, enter(self.place(refs, first)))
         return lax.fori_loop(jnp.int32(0), count, one, start)[1]
+
+
+def _table(taken: list[list[int]]) -> np.ndarray[Any, Any]:
+    """(programs, 1 + most items + 1) int32: how many, and which."""
+    table = np.zeros((len(taken), max(map(len, taken)) + 2), np.int32)
+    for row, own in zip(table, taken, strict=True):
+        row[0], row[1 : 1 + len(own)] = len(own), own
+    return table

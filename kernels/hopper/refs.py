@@ -24,10 +24,17 @@ from flashjax.kernels.hopper.config import (
 )
 from flashjax.kernels.hopper.items import Items, Place
 from flashjax.kernels.hopper.tile import Leaf, Scorer
-from flashjax.kernels.hopper.walk import Walker
+from flashjax.kernels.hopper.walk import Walk, Walker
 from flashjax.spec import Spec
 
 Copies = list[tuple[Any, Any]]
+
+
+class Parts(NamedTuple):
+    """Of the parts of items that are cut: O in two numbers, which add up to it, and LSE."""
+
+    out: Any
+    lse: Any
 
 
 class Barriers(NamedTuple):
@@ -48,6 +55,7 @@ class Refs(NamedTuple):
     items: Any  # the items'
     out: Any
     lse: Any
+    parts: Parts | None  # of the items that are cut
     q: Tiles
     k: Tiles
     v: Tiles
@@ -84,10 +92,14 @@ class Call:
             n = len(owner.arrays)
             parts.append(rest[:n])
             rest = rest[n:]
-        out, lse, buffers, staged, *rest = rest
+        out, lse, *rest = rest
+        cut = None
+        if self.items.parts:
+            cut, rest = Parts(*rest[:2]), rest[2:]
+        buffers, staged, *rest = rest
         tiles = [b and b.of(ref) for b, ref in zip(self.buffers, buffers, strict=True)]
         operands = {i: b.of(ref) for (i, b), ref in zip(self.staged.items(), staged, strict=True)}
-        every = [query, key, value, *parts, out, lse, *tiles, operands, *rest]
+        every = [query, key, value, *parts, out, lse, cut, *tiles, operands, *rest]
         return Refs(*every)
 
     @property
@@ -137,6 +149,12 @@ class Call:
         """Where the i-th item's queries lie."""
         return lax.rem(i, jnp.int32(self.config.queries))
 
+    def walk(self, refs: Refs, place: Place) -> Walk:
+        """The tiles of an item, or of the part of it that a program has."""
+        whole = self.walker.at(refs.path, (place.batch, place.head), place.block)
+        piece = place.piece
+        return whole if piece is None else whole.part(piece.begin, piece.count)
+
     def first_row(self, block: Any) -> Any:
         """Of this program's part of a block of rows."""
         first = block * self.walker.own.size
@@ -152,7 +170,7 @@ class Call:
 
     def copies(self, refs: Refs, place: Place, tile: Any, slot: Any) -> tuple[Copies, Copies]:
         """What brings a tile of keys and one of values into a slot: from where and to where."""
-        _, head, batch = place
+        head, batch = place.head, place.batch
         at = (batch, self.columns(tile), lax.div(head, jnp.int32(self.spec.group)))
         keys, values = refs.k.copies(slot, self.head_dims), refs.v.copies(slot, self.value_dims)
         return (
@@ -162,13 +180,12 @@ class Call:
 
     def own_copies(self, refs: Refs, place: Place, tile: Any, consumer: Any) -> Copies:
         """The same for a consumer's staged operands."""
-        block, head, batch = place
-        rows = pl.ds(self.first_row(block) + consumer * ROWS, ROWS)
+        rows = pl.ds(self.first_row(place.block) + consumer * ROWS, ROWS)
         found = []
         for i, tiles in refs.staged.items():
             leaf = self.scorer.leaves[i]
             assert isinstance(leaf, Leaf)
-            lead = leaf.lead((batch, head))
+            lead = leaf.lead((place.batch, place.head))
             for columns, part in tiles.copies(consumer, self.columns(tile)):
                 found.append((refs.own[i].at[*lead, rows, columns], part))
         return found

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.kernels import softmax
-from flashjax.kernels.hopper.config import ROWS
+from flashjax.kernels.hopper.config import CLUSTER, ROWS
 from flashjax.kernels.hopper.items import Place
 from flashjax.kernels.hopper.layouts import ROW, TILE
 from flashjax.kernels.hopper.refs import Call, Refs
@@ -68,14 +68,13 @@ class Rows:
         """`i` counts the program's items, `before` the steps of those before this one."""
         self.call, self.refs, self.warpgroup, self.place = call, refs, warpgroup, place
         self.before, self.buffer = before, call.buffer(i)
-        block, head, batch = place
         self.mine = pl.ds(warpgroup * ROWS, ROWS)
-        self.first_row = call.first_row(block) + warpgroup * ROWS
-        self.walk: Walk = call.walker.at(refs.path, (batch, head), block)
+        self.first_row = call.first_row(place.block) + warpgroup * ROWS
+        self.walk: Walk = call.walk(refs, place)
         own = list(refs.own)
         for leaf, tiles in refs.staged.items():
             own[leaf] = Staged(tiles.parts(warpgroup))
-        self.reader: Reader = call.scorer.at(own, (batch, head))
+        self.reader: Reader = call.scorer.at(own, (place.batch, place.head))
 
     @property
     def slack(self) -> float:
@@ -290,29 +289,71 @@ class Rows:
 
     def finish(self, sums: Sums) -> None:
         """Divides, and sends output and LSE on their way."""
-        call, refs = self.call, self.refs
-        spec, (_, head, batch) = call.spec, self.place
-        sink = None
-        if spec.shapes.sinks is not None:
-            whole = Tile(self.first_row, 0, ROWS, call.config.columns)
-            sink = self.reader.load("sinks", whole).astype(jnp.float32)
-        running = softmax.Running(sums.m, sums.l.sum(axis=1))
-        factor, lse = call.scorer.exponents.finish(running, sink)
+        call, refs, piece = self.call, self.refs, self.place.piece
+        factor, lse = self._divided(sums)
         separate = refs.o is not None
-        tiles, i = (refs.q, self.buffer) if refs.o is None else (refs.o, 0)
         if call.items.shared and separate:  # the item before is out
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for part, out in zip(tiles.parts(i, self.mine), sums.out, strict=True):
-            part[...] = scaled(out, factor).astype(spec.dtype)
+        out = tuple(scaled(x, factor) for x in sums.out)
+        self._put(out)
         refs.l.at[self.mine][...] = lse
         plgpu.commit_smem()
-        rows = pl.ds(self.first_row, ROWS)
-        for dims, part in tiles.copies(i, call.value_dims, self.mine):
-            plgpu.copy_smem_to_gmem(part, refs.out.at[batch, rows, head, dims])
-        plgpu.copy_smem_to_gmem(refs.l.at[self.mine], refs.lse.at[batch, head, rows])
+        if piece is None:
+            self._send_whole()
+        else:
+            pl.when(piece.number < 0)(self._send_whole)
+            pl.when(piece.number >= 0)(functools.partial(self._send_part, piece.number, out))
         if call.items.shared and not separate:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(refs.q_bar.empty.at[self.buffer])
+
+    def _divided(self, sums: Sums) -> tuple[jax.Array, jax.Array]:
+        """The factor of O, and LSE."""
+        sink = None
+        if self.call.spec.shapes.sinks is not None:
+            whole = Tile(self.first_row, 0, ROWS, self.call.config.columns)
+            sink = self.reader.load("sinks", whole).astype(jnp.float32)
+            if self.place.piece is not None:  # it counts once
+                first = self.place.piece.begin == 0
+                sink = lax.select(first, sink, jnp.float32(-jnp.inf))
+        running = softmax.Running(sums.m, sums.l.sum(axis=1))
+        return self.call.scorer.exponents.finish(running, sink)
+
+    @property
+    def _outgoing(self) -> tuple[Any, Any]:
+        """The memory that O leaves through, and the number of its tile."""
+        return (self.refs.q, self.buffer) if self.refs.o is None else (self.refs.o, 0)
+
+    def _put(self, out: tuple[jax.Array, ...]) -> None:
+        tiles, i = self._outgoing
+        for part, x in zip(tiles.parts(i, self.mine), out, strict=True):
+            part[...] = x.astype(self.call.spec.dtype)
+
+    def _send(self, to: Any) -> None:
+        """What has been put there to (64, dim) of global memory, made by ``to(dims)``."""
+        tiles, i = self._outgoing
+        for dims, part in tiles.copies(i, self.call.value_dims, self.mine):
+            plgpu.copy_smem_to_gmem(part, to(dims))
+
+    def _send_whole(self) -> None:
+        refs, (_, head, batch, _) = self.refs, self.place
+        rows = pl.ds(self.first_row, ROWS)
+        self._send(lambda dims: refs.out.at[batch, rows, head, dims])
+        plgpu.copy_smem_to_gmem(refs.l.at[self.mine], refs.lse.at[batch, head, rows])
+
+    def _send_part(self, number: Any, out: tuple[jax.Array, ...]) -> None:
+        """O as its rounded value and what that leaves of it, LSE."""
+        parts, together, own = self.refs.parts, self.call.items.together, self.call.walker.own
+        assert parts is not None
+        if together > 1:
+            number = number * together + lax.axis_index(CLUSTER)
+        rows = pl.ds(self.first_row - self.place.block * own.size, ROWS)
+        self._send(lambda dims: parts.out.at[number, 0, rows, dims])
+        plgpu.copy_smem_to_gmem(self.refs.l.at[self.mine], parts.lse.at[number, rows])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self._put(tuple(x - x.astype(self.call.spec.dtype).astype(jnp.float32) for x in out))
+        plgpu.commit_smem()
+        self._send(lambda dims: parts.out.at[number, 1, rows, dims])
 
 
 def accumulators(call: Call) -> list[Any]:

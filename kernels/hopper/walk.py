@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -86,9 +87,17 @@ class Walk:
         self._kinds = bool(partial) and loops[0], bool(full) and loops[1]
         self.count = lax.max(self._before[-1], jnp.int32(1))
 
+    def part(self, begin: Any, count: Any) -> Walk:
+        """The walk from its tile `begin` on, `count` tiles at most."""
+        found = copy.copy(self)
+        found._before = [before - begin for before in self._before]
+        found._masked = self._masked - begin
+        found.count = lax.min(self.count - begin, count)
+        return found
+
     def tile(self, step: Any) -> Any:
         """The tile's index among the column blocks."""
-        found = self._ranges[0][0] + step
+        found = self._ranges[0][0] + step - self._before[0]
         for (begin, _), before in zip(self._ranges[1:], self._before[1:], strict=False):
             found = lax.select(step >= before, begin + step - before, found)
         return self._tile(found)
@@ -96,6 +105,8 @@ class Walk:
     def loops(self) -> list[tuple[bool, Any, Any]]:
         """(whether masked, begin, end) of the steps after the first."""
         partial, full = self._kinds
-        middle = lax.max(self._masked, jnp.int32(1)) if partial else jnp.int32(1)
+        middle = jnp.int32(1)
+        if partial:
+            middle = lax.max(lax.min(self._masked, self.count), middle)
         found = [(True, jnp.int32(1), middle)] if partial else []
         return [*found, (False, middle, self.count)] if full else found

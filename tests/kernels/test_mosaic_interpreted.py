@@ -12,7 +12,7 @@ import flashjax
 from flashjax import masks, scores
 from flashjax.backend import Device
 from flashjax.bind import Arguments, bind
-from flashjax.kernels.hopper import BACKEND, Hopper
+from flashjax.kernels.hopper import BACKEND, Hopper, items, shares
 from flashjax.kernels.hopper.config import ForwardConfig, heads_beside, shared_memory
 from flashjax.kernels.hopper.items import Items
 from flashjax.kernels.hopper.replay import MOSAIC
@@ -125,6 +125,44 @@ def test_configurations(name: str) -> None:
     made.judge.hold(forward(made, ForwardConfig(*numbers)))
 
 
+# Items that programs share in parts, and what of them: shape, features, configuration.
+CUT: dict[str, tuple[Shape, tuple[str, ...], tuple[Any, ...]]] = {
+    "fewer items than programs": (
+        Shape(1, 150, 700, 1, 1, 64, 64), ("sinks",), (128, 64, 2, False, 5),
+    ),
+    "causal, overlapping": (
+        Shape(1, 300, 300, 3, 1, 64, 64), ("is_causal",), (128, 64, 2, False, 4, True),
+    ),
+    "output through Q": (
+        Shape(1, 200, 330, 1, 1, 256, 256), (), (128, 64, 2, False, 3),
+    ),
+    "two programs together": (
+        Shape(1, 500, 330, 1, 1, 64, 40), (), (128, 64, 2, False, 6, False, 2),
+    ),
+    "two heads together": (
+        Shape(1, 300, 300, 4, 2, 64, 64), (), (128, 64, 2, True, 8, False, 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_items_that_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "WORTH", -1)
+    monkeypatch.setattr(shares, "LEAST", 1)
+    cut: list[int] = []
+
+    def counted(*arguments: Any, **_: Any) -> shares.Shares:
+        found = shares.shared_out(*arguments)
+        cut.append(len(found.parts))
+        return found
+
+    monkeypatch.setattr(items, "shared_out", counted)
+    shape, features, numbers = CUT[name]
+    made = build(shape, features, BF16)
+    made.judge.hold(forward(made, ForwardConfig(*numbers)))
+    assert min(cut) > 1
+
+
 def test_blocks_that_hold_whole_tiles() -> None:
     shape = Shape(1, 200, 300, 2, 1, 64, 64)
     blocks = np.random.default_rng(3).random((1, 2, 4, 3)) < 0.5
@@ -213,13 +251,13 @@ def spec_of(rows: int, heads: int, batch: int, mask: Mask | None, dtype: Any = B
 def test_every_item_has_one_program(programs: int, heads: int) -> None:
     spec = spec_of(1000, 6, 2, Causal())
     rows, columns = Blocks(1000, 128), Blocks(1000, 64)
-    items = Items(spec, Walker(spec, Causal(), rows, columns), programs, heads)
-    if items.shared:
-        table = np.asarray(items.arrays[0])
+    found = Items(spec, Walker(spec, Causal(), rows, columns), programs, heads)
+    if found.shared:
+        table = np.asarray(found.arrays[0])
         taken = [i for row in table for i in row[1 : 1 + row[0]]]
     else:
-        taken = list(range(items.programs))
-    places = {tuple(int(x) for x in items.place(np.int32(i))) for i in taken}
+        taken = list(range(found.programs))
+    places = {tuple(int(x) for x in found.places(np.int32(i))) for i in taken}
     assert len(taken) == len(places) == 8 * 6 * 2
     assert places == {(t, n, b) for t in range(8) for n in range(6) for b in range(2)}
 
@@ -228,13 +266,13 @@ def test_programs_that_share_items_end_together() -> None:
     spec = spec_of(4096, 16, 4, Causal())
     rows, columns = Blocks(4096, 128), Blocks(4096, 128)
     walker = Walker(spec, Causal(), rows, columns)
-    items = Items(spec, walker, 132, 8)
+    found = Items(spec, walker, 132, 8)
     lengths = walker.lengths
     assert lengths is not None
     np.testing.assert_array_equal(lengths, np.arange(1, 33))
     loads = []
-    for row in np.asarray(items.arrays[0]):
-        own = [items.place(np.int32(i)).block for i in row[1 : 1 + row[0]]]
+    for row in np.asarray(found.arrays[0]):
+        own = [found.places(np.int32(i))[0] for i in row[1 : 1 + row[0]]]
         loads.append(sum(int(lengths[int(block)]) + 1 for block in own))
     assert max(loads) <= 1.01 * np.mean(loads)
 

@@ -8,9 +8,10 @@ import pytest
 
 from flashjax.bind import Arguments, bind
 from flashjax.kernels.hopper import BACKEND, config
+from flashjax.kernels.hopper.config import ForwardConfig
 from flashjax.plan import current_device
 from tests.features import build
-from tests.inputs import BF16, CHOSEN, F16, Shape, same_bits
+from tests.inputs import BF16, CHOSEN, F16, Shape, arrays_of, said, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -56,3 +57,30 @@ def test_every_configuration_offered(
             again = attend(bound.operands)
             assert same_bits(again[0], out), one
             assert same_bits(again[1], lse), one
+
+
+@pytest.mark.parametrize("names", [(), ("sinks",), ("soft_cap",)], ids=["full", "sinks", "capped"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        (Shape(1, 200, 6000, 2, 1, 64, 64), BF16),
+        (Shape(2, 1, 5001, 3, 1, 128, 80), BF16),
+        (Shape(1, 333, 4096, 2, 2, 192, 128), F16),
+        (Shape(1, 130, 4000, 1, 1, 256, 256), BF16),
+    ],
+)
+def test_few_items_with_long_walks(shape: Shape, dtype: Any, names: tuple[str, ...]) -> None:
+    """Programs share the walks in parts."""
+    if CHOSEN not in (None, "mosaic"):
+        pytest.skip("the configurations of the Mosaic GPU kernels")
+    made = build(shape, names, dtype)
+    arguments = Arguments(**said(made, dict(made.operands), arrays_of(made.arguments)))
+    bound = bind(made.query, made.key, made.value, arguments)
+    reason = BACKEND.unsupported(bound.spec, current_device())
+    if reason is not None:
+        pytest.skip(reason)
+    first = BACKEND.configs(bound.spec, current_device())[0]
+    assert isinstance(first, ForwardConfig)
+    assert first.programs
+    out, lse = jax.jit(lambda x: BACKEND.forward(bound.spec, first, x))(bound.operands)
+    made.judge.hold({"out": np.asarray(out), "lse": np.asarray(lse).swapaxes(1, 2)})
