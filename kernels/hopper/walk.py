@@ -91,8 +91,8 @@ class Walk:
         """The walk from its tile `begin` on, `count` tiles at most."""
         found = copy.copy(self)
         found._before = [before - begin for before in self._before]
-        found._masked = self._masked - begin
         found.count = lax.min(self.count - begin, count)
+        found._masked = lax.min(self._masked - begin, found.count)
         return found
 
     def tile(self, step: Any) -> Any:
@@ -105,8 +105,6 @@ class Walk:
     def loops(self) -> list[tuple[bool, Any, Any]]:
         """(whether masked, begin, end) of the steps after the first."""
         partial, full = self._kinds
-        middle = jnp.int32(1)
-        if partial:
-            middle = lax.max(lax.min(self._masked, self.count), middle)
+        middle = lax.max(self._masked, jnp.int32(1)) if partial else jnp.int32(1)
         found = [(True, jnp.int32(1), middle)] if partial else []
         return [*found, (False, middle, self.count)] if full else found
