@@ -1,4 +1,4 @@
-"""Which block of rows of which head a program works on, and in which order."""
+"""Which block of which head a program works on, and in which order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OVERHEAD = 1.0
 
 
 class Place(NamedTuple):
-    """Block of rows, head and batch member of an item."""
+    """Block, head and batch member of an item."""
 
     block: Any
     head: Any
@@ -40,15 +40,17 @@ class Items:
     Under Causal the longest walks thus come first, and neighbours share keys and values in L2.
     Where the host can tell how long each walk is, `programs` programs share the items out so that
     all end together: the longest first, each to the program with the least so far (Graham, 1969).
-    With `together`, an item is of so many heads, and so many programs count as one.
+    With `together`, an item is of so many heads, and so many programs count as one. The items of
+    blocks of columns are of key heads, and their first blocks come first.
     """
 
     def __init__(
         self, spec: Spec, walker: Walker, programs: int, heads: int, together: int = 1
     ) -> None:
-        self._spec, self._together = spec, together
+        self._walker, self._together = walker, together
+        self._all_heads = spec.heads if walker.axis == "rows" else spec.key_heads
         self.blocks, self.heads = walker.own.count, heads // together
-        self.count = self.blocks * spec.heads * spec.batch // together
+        self.count = self.blocks * self._all_heads * spec.batch // together
         lengths = walker.lengths if programs else None
         self.shared = lengths is not None and self.count > programs
         self.programs = programs if self.shared else self.count
@@ -77,8 +79,8 @@ class Items:
         inner = lax.rem(item, section)
         heads = jnp.int32(self.heads)
         member = lax.div(item, section) * heads + lax.rem(inner, heads)
-        block = jnp.int32(self.blocks - 1) - lax.div(inner, heads)
-        n = jnp.int32(self._spec.heads // self._together)
+        block = self._walker.block(lax.div(inner, heads))
+        n = jnp.int32(self._all_heads // self._together)
         head = lax.rem(member, n)
         if self._together > 1:
             head = head * self._together + lax.axis_index(CLUSTER)

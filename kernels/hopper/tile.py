@@ -15,7 +15,7 @@ from jax import lax
 from flashjax.kernels import tile
 from flashjax.kernels.hopper.cap import capped, expands
 from flashjax.kernels.hopper.config import is_matrix
-from flashjax.kernels.hopper.layouts import COLUMN, ROW, TILE
+from flashjax.kernels.hopper.layouts import TILE, VECTORS
 from flashjax.kernels.hopper.replay import MOSAIC
 from flashjax.kernels.tile import Tile, cap_of
 from flashjax.masks import Blocks
@@ -70,10 +70,12 @@ class Leaf:
             )
             return found
         if of_rows:
-            vector = plgpu.load(ref.at[*lead, rows, 0], layout=ROW, optimized=False)
+            layout = VECTORS[tile.row_axis]
+            vector = plgpu.load(ref.at[*lead, rows, 0], layout=layout, optimized=False)
             return tile.of_rows(vector)
         if of_columns:
-            vector = plgpu.load(ref.at[*lead, 0, columns], layout=COLUMN, optimized=False)
+            layout = VECTORS[tile.column_axis]
+            vector = plgpu.load(ref.at[*lead, 0, columns], layout=layout, optimized=False)
             return tile.of_columns(vector)
         scalar: jax.Array = ref[*lead, 0, 0]
         return scalar

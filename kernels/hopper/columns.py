@@ -1,0 +1,179 @@
+"""The 64 columns of a block that one warpgroup has: their dK and dV, and its share of dQ."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax.kernels.hopper.backward_config import CONSUMERS, SCORES
+from flashjax.kernels.hopper.backward_refs import Call, Refs
+from flashjax.kernels.hopper.config import REGISTERS, ROWS
+from flashjax.kernels.hopper.items import Place
+from flashjax.kernels.hopper.layouts import COLUMN, TILE
+from flashjax.kernels.tile import Reader, Tile
+
+
+def consume(call: Call, refs: Refs, consumer: int) -> None:
+    """Takes each item of the program."""
+    plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
+    k, v = call.buffers.k, call.buffers.v
+    accumulators = [plgpu.ACC((ROWS, wide), jnp.float32) for wide in (*k.widths, *v.widths)]
+
+    def item(_i: Any, place: Place, _following: Any, _: Any) -> Any:
+        def run(*acc: Any) -> None:
+            count = len(k.widths)
+            Columns(call, refs, consumer, place).run(acc[:count], acc[count:])
+
+        pl.run_scoped(run, *accumulators)
+        return jnp.int32(0)
+
+    call.items.each([], item, lambda _: jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+class Columns:
+    """The columns of one item that are this consumer's."""
+
+    def __init__(self, call: Call, refs: Refs, consumer: int, place: Place) -> None:
+        self.call, self.refs, self.place = call, refs, place
+        self.mine = pl.ds(consumer * ROWS, ROWS)
+        self.first = place.block * call.config.columns + consumer * ROWS
+        self.share = call.share(consumer)
+        (k,), (v,) = ([x.parts(0, self.mine)] for x in (refs.tiles.k, refs.tiles.v))
+        self.k, self.v = k, v
+
+    def run(self, dk_acc: Any, dv_acc: Any) -> None:
+        call, refs = self.call, self.refs
+        block, key_head, batch = self.place
+        for acc in (*dk_acc, *dv_acc):
+            acc[...] = plgpu.layout_cast(jnp.zeros(acc.shape, jnp.float32), TILE)
+        plgpu.barrier_wait(refs.block_bar)
+
+        def head(n: Any, before: Any) -> Any:
+            walk = call.walker.at(refs.path, (batch, n), block)
+            reader = call.scorer.at(refs.own, (batch, n))
+
+            def step(t: Any, _: Any, masked: bool) -> Any:
+                tile = walk.tile(t)
+                self.step(before + t, tile, n, reader, masked, dk_acc, dv_acc)
+                return jnp.int32(0)
+
+            for masked, begin, end in walk.all_loops():
+                body = functools.partial(step, masked=masked)
+                lax.fori_loop(begin, end, body, jnp.int32(0))
+            return before + walk.total
+
+        call.each_head(key_head, head)
+        self.finish(dk_acc, dv_acc)
+
+    def step(
+        self,
+        step: Any,
+        row_block: Any,
+        head: Any,
+        reader: Reader,
+        masked: bool,
+        dk_acc: Any,
+        dv_acc: Any,
+    ) -> None:
+        """Takes in one block of rows of one query head."""
+        call, refs = self.call, self.refs
+        config, dtype = call.config, call.spec.dtype
+        slot = call.slot(step)
+        q, do = refs.tiles.q.parts(slot), refs.tiles.do.parts(slot)
+        tile = Tile(
+            row_block * config.rows, self.first, config.rows, ROWS, True, block=config.columns
+        )
+
+        def scored(s_acc: Any, dp_acc: Any) -> tuple[jax.Array, jax.Array]:
+            plgpu.barrier_wait(refs.q_bar.full.at[slot])
+            meet(s_acc, self.k, q)
+            plgpu.barrier_wait(refs.do_bar.full.at[slot])
+            meet(dp_acc, self.v, do)
+            shift = plgpu.load(refs.row_shift.at[slot], layout=COLUMN)
+            delta = plgpu.load(refs.row_delta.at[slot], layout=COLUMN)
+            products = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
+            scored = reader.score(products, tile, masked)
+            p = reader.weights(scored, shift, tile)
+            d_p = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            pulled = reader.gradients(scored, p, delta, d_p, tile)
+            return pulled.weights.astype(dtype), pulled.products.astype(dtype)
+
+        scores = plgpu.ACC((ROWS, config.rows), jnp.float32)
+        p, ds = pl.run_scoped(scored, scores, scores)
+        for acc, part in zip(dv_acc, do, strict=True):
+            plgpu.wgmma(acc, p, part)
+        (shared,) = refs.tiles.ds.parts(lax.rem(step, jnp.int32(SCORES)))
+        shared.at[self.mine][...] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.ds_bar)
+        for acc, part in zip(dk_acc, q, strict=True):
+            plgpu.wgmma(acc, ds, part)
+        plgpu.barrier_wait(refs.ds_bar)
+        found = self.query_part(shared)
+        plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
+        plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
+        self.send(found, row_block, head)
+
+    def query_part(self, ds: Any) -> list[jax.Array]:
+        """This consumer's share of dS · K, in the parts of K; all products are done then."""
+        rows, dims = self.share
+        keys = self.refs.tiles.k.parts_of(0, *dims)
+
+        def products(*acc: Any) -> list[jax.Array]:
+            for part, own in zip(keys, acc, strict=True):
+                plgpu.wgmma(own, ds.at[:, pl.ds(*rows)].transpose((1, 0)), part)
+            return [plgpu.wgmma_accumulator_load(own, wait_n=0) for own in acc]
+
+        accumulators = [plgpu.ACC((ROWS, part.shape[1]), jnp.float32) for part in keys]
+        found: list[jax.Array] = pl.run_scoped(products, *accumulators)
+        return found
+
+    def send(self, found: list[jax.Array], row_block: Any, head: Any) -> None:
+        """Adds it to the sums in global memory."""
+        refs, (rows, dims) = self.refs, self.share
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the block before is out
+        begin = dims[0]
+        for part in found:
+            refs.dq.at[pl.ds(*rows), pl.ds(begin, part.shape[1])][...] = part
+            begin += part.shape[1]
+        plgpu.commit_smem()
+        there = pl.ds(row_block * self.call.config.rows + rows[0], rows[1])
+        plgpu.copy_smem_to_gmem(
+            refs.dq.at[pl.ds(*rows), pl.ds(*dims)],
+            refs.d_query.at[self.place.batch, head, there, pl.ds(*dims)],
+            reduction_op="add",
+        )
+
+    def finish(self, dk_acc: Any, dv_acc: Any) -> None:
+        """Sends dK and dV on their way through the memory of K and V."""
+        call, refs = self.call, self.refs
+        _, key_head, batch = self.place
+        scale = call.spec.scale if call.scorer.folded else None
+        dk, dv = (
+            [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in own] for own in (dk_acc, dv_acc)
+        )
+        plgpu.barrier_arrive(refs.done)
+        plgpu.barrier_wait(refs.done)
+        columns = pl.ds(self.first, ROWS)
+        for found, tiles, there, dims, factor in (
+            (dk, refs.tiles.k, refs.d_key, call.head_dims, scale),
+            (dv, refs.tiles.v, refs.d_value, call.value_dims, None),
+        ):
+            for x, part in zip(found, tiles.parts(0, self.mine), strict=True):
+                part[...] = (x if factor is None else x * factor).astype(call.spec.dtype)
+            plgpu.commit_smem()
+            for own, part in tiles.copies(0, dims, self.mine):
+                plgpu.copy_smem_to_gmem(part, there.at[batch, columns, key_head, own])
+
+
+def meet(acc: Any, own: Any, streamed: Any) -> None:
+    """Adds the products of the columns' K or V with the rows' Q or dO."""
+    for a, b in zip(own, streamed, strict=True):
+        plgpu.wgmma(acc, a, b.transpose((1, 0)))
