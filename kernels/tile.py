@@ -266,16 +266,19 @@ class Reader:
         p = self.weights(scored, self.scorer.exponents.shift(lse), tile)
         return self.gradients(scored, p, delta, d_p, tile)
 
-    def weights(self, scored: Scored, shift: jax.Array, tile: Tile) -> jax.Array:
-        """P before dropout; `shift` is that of the rows' LSE."""
-        return self.scorer.exponents.weights(scored.scores, tile.of_rows(shift))
+    def weights(self, scored: Scored, shift: jax.Array | None, tile: Tile) -> jax.Array:
+        """P before dropout; `shift` is that of the rows' LSE, None where the scores hold it."""
+        spread = None if shift is None else tile.of_rows(shift)
+        return self.scorer.exponents.weights(scored.scores, spread)
 
     def gradients(
-        self, scored: Scored, p: jax.Array, delta: jax.Array, d_p: jax.Array, tile: Tile
+        self, scored: Scored, p: jax.Array, delta: jax.Array | None, d_p: jax.Array, tile: Tile
     ) -> Pulled:
-        """:meth:`back` from P before dropout."""
+        """:meth:`back` from P before dropout; `delta` is None where `d_p` holds it already."""
         dropped, d_p = self.drop(tile, p, d_p)
-        d_scores = hidden(p * (d_p - tile.of_rows(delta)), scored.keep)
+        if delta is not None:
+            d_p = d_p - tile.of_rows(delta)
+        d_scores = hidden(p * d_p, scored.keep)
         d_raw, d_leaves = self.pull(scored, d_scores, tile)
         scale = self.scale(tile)
         return Pulled(dropped, d_raw, d_raw if scale is None else d_raw * scale, d_leaves)

@@ -105,7 +105,10 @@ def _given(
         return jnp.pad(x, [(0, 0)] * 2 + [(0, more)]) if more else x
 
     matrices = (held(x) for x in (query, key, operands.value, d_out))
-    return Given(*matrices, padded(scorer.exponents.shift(lse)), padded(delta))
+    shift = scorer.exponents.shift(lse)
+    if call.folds:
+        shift, delta = shift * (-1 / scorer.exponents.unit), -delta
+    return Given(*matrices, padded(shift), padded(delta))
 
 
 def _finite(x: jax.Array, where: Any) -> jax.Array:
@@ -146,10 +149,10 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Arra
 def scratch(call: Call) -> list[Any]:
     """Shared memory and barriers, in the order of the fields of `Refs`."""
     config, buffers = call.config, call.buffers
-    head = padded_head_dim(call.spec.head_dim)
-    wide = 128 // 4  # elements of a swizzle
-    tiling = plgpu.TilingTransform((TOGETHER, wide))  # type: ignore[abstract]
+    # JAX's types call both abstract.
+    tiling = plgpu.TilingTransform((TOGETHER, 128 // 4))  # type: ignore[abstract]
     swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+    shares = [call.share(consumer) for consumer in range(CONSUMERS)]
 
     def pair(loads: int) -> Barriers:
         counts = {"num_barriers": config.stages}
@@ -159,12 +162,15 @@ def scratch(call: Call) -> list[Any]:
     vector = plgpu.SMEM((config.stages, config.rows), jnp.float32)
     return [
         [buffer.scratch() for buffer in buffers],
-        plgpu.SMEM((config.rows, head), jnp.float32, transforms=(tiling, swizzle)),
+        [
+            plgpu.SMEM((rows, dims), jnp.float32, transforms=(tiling, swizzle))
+            for (_, rows), (_, dims) in shares
+        ],
         vector,
         vector,
         plgpu.Barrier(num_arrivals=len(buffers.k.widths) + len(buffers.v.widths)),
-        pair(len(buffers.q.widths) + 1),
-        pair(len(buffers.do.widths) + 1),
+        pair(len(buffers.q.widths) + 2),
+        pair(len(buffers.do.widths)),
         plgpu.Barrier(num_arrivals=CONSUMERS),
         plgpu.Barrier(num_arrivals=CONSUMERS),
     ]
@@ -200,15 +206,18 @@ def produce(call: Call, refs: Refs) -> None:
             def _(t: Any) -> None:
                 step = before + t
                 slot, rows = call.slot(step), call.rows(walk.tile(t))
-                for x, here, dims, vector, beside, bar in (
-                    (refs.query, tiles.q, call.head_dims, refs.shift, refs.row_shift, refs.q_bar),
-                    (refs.d_out, tiles.do, call.value_dims, refs.delta, refs.row_delta, refs.do_bar),
+                vectors = [
+                    (x.at[batch, n, rows], here.at[slot])
+                    for x, here in ((refs.shift, refs.row_shift), (refs.delta, refs.row_delta))
+                ]
+                for x, here, dims, bar, more in (
+                    (refs.query, tiles.q, call.head_dims, refs.q_bar, vectors),
+                    (refs.d_out, tiles.do, call.value_dims, refs.do_bar, []),
                 ):
                     wait = bar.empty.at[slot]
                     pl.when(step >= config.stages)(lambda wait=wait: plgpu.barrier_wait(wait))
                     own = copies(x, here, slot, batch, rows, n, dims)
-                    own.append((vector.at[batch, n, rows], beside.at[slot]))
-                    load(own, bar.full.at[slot])
+                    load([*own, *more], bar.full.at[slot])
 
             return before + walk.total
 

@@ -36,7 +36,7 @@ class Refs(NamedTuple):
     key: Any
     value: Any
     d_out: Any
-    shift: Any  # what the rows' exponents subtract
+    shift: Any  # what the rows' exponents subtract; where it folds, what products begin at
     delta: Any
     own: Any  # the scorer's operands
     path: Any  # the walker's
@@ -44,12 +44,12 @@ class Refs(NamedTuple):
     d_key: Any
     d_value: Any
     tiles: Buffers
-    dq: Any  # on its way out
+    dq: Any  # of each consumer: its share on its way out
     row_shift: Any  # of stages
     row_delta: Any
     block_bar: Any  # K and V have come
-    q_bar: Barriers  # of Q and its rows' shift
-    do_bar: Barriers  # of dO and Δ
+    q_bar: Barriers  # of Q and its rows' vectors
+    do_bar: Barriers
     ds_bar: Any  # both consumers' part of dS is there
     done: Any  # both are through with K
 
@@ -109,6 +109,14 @@ class Call:
             return Share((consumer * ROWS, ROWS), (0, head))
         first = -(-head // 2 // wide) * wide
         return Share((0, self.config.rows), (first, head - first) if consumer else (0, first))
+
+    @property
+    def folds(self) -> bool:
+        """Whether products begin at −shift and −Δ: where nothing comes between them and exponents.
+
+        Their instructions are then spared, and the registers of both vectors.
+        """
+        return self.scorer.folded and not self.spec.dropout_rate
 
     @property
     def head_dims(self) -> Any:

@@ -44,7 +44,7 @@ class Columns:
         self.call, self.refs, self.place = call, refs, place
         self.mine = pl.ds(consumer * ROWS, ROWS)
         self.first = place.block * call.config.columns + consumer * ROWS
-        self.share = call.share(consumer)
+        self.share, self.dq = call.share(consumer), refs.dq[consumer]
         (k,), (v,) = ([x.parts(0, self.mine)] for x in (refs.tiles.k, refs.tiles.v))
         self.k, self.v = k, v
 
@@ -90,23 +90,7 @@ class Columns:
         tile = Tile(
             row_block * config.rows, self.first, config.rows, ROWS, True, block=config.columns
         )
-
-        def scored(s_acc: Any, dp_acc: Any) -> tuple[jax.Array, jax.Array]:
-            plgpu.barrier_wait(refs.q_bar.full.at[slot])
-            meet(s_acc, self.k, q)
-            plgpu.barrier_wait(refs.do_bar.full.at[slot])
-            meet(dp_acc, self.v, do)
-            shift = plgpu.load(refs.row_shift.at[slot], layout=COLUMN)
-            delta = plgpu.load(refs.row_delta.at[slot], layout=COLUMN)
-            products = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
-            scored = reader.score(products, tile, masked)
-            p = reader.weights(scored, shift, tile)
-            d_p = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-            pulled = reader.gradients(scored, p, delta, d_p, tile)
-            return pulled.weights.astype(dtype), pulled.products.astype(dtype)
-
-        scores = plgpu.ACC((ROWS, config.rows), jnp.float32)
-        p, ds = pl.run_scoped(scored, scores, scores)
+        p, ds = self.weigh(q, do, slot, tile, reader, masked)
         for acc, part in zip(dv_acc, do, strict=True):
             plgpu.wgmma(acc, p, part)
         (shared,) = refs.tiles.ds.parts(lax.rem(step, jnp.int32(SCORES)))
@@ -120,6 +104,36 @@ class Columns:
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
         plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
         self.send(found, row_block, head)
+
+    def weigh(
+        self, q: Any, do: Any, slot: Any, tile: Tile, reader: Reader, masked: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Pᵀ and dSᵀ, rounded."""
+        refs, dtype, folds = self.refs, self.call.spec.dtype, self.call.folds
+        tiles = plgpu.ACC(tile.shape, jnp.float32)
+
+        def vector(ref: Any) -> jax.Array:
+            found: jax.Array = plgpu.load(ref.at[slot], layout=COLUMN)
+            return found
+
+        def body(s_acc: Any, dp_acc: Any) -> tuple[jax.Array, jax.Array]:
+            if folds:
+                s_acc[...] = tile.of_rows(vector(refs.row_shift))
+                dp_acc[...] = tile.of_rows(vector(refs.row_delta))
+            meet(s_acc, self.k, q)
+            plgpu.barrier_wait(refs.do_bar.full.at[slot])
+            meet(dp_acc, self.v, do)
+            products = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
+            scored = reader.score(products, tile, masked)
+            p = reader.weights(scored, None if folds else vector(refs.row_shift), tile)
+            d_p = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            delta = None if folds else vector(refs.row_delta)
+            pulled = reader.gradients(scored, p, delta, d_p, tile)
+            return pulled.weights.astype(dtype), pulled.products.astype(dtype)
+
+        plgpu.barrier_wait(refs.q_bar.full.at[slot])
+        found: tuple[jax.Array, jax.Array] = pl.run_scoped(body, tiles, tiles)
+        return found
 
     def query_part(self, ds: Any) -> list[jax.Array]:
         """This consumer's share of dS · K, in the parts of K; all products are done then."""
@@ -139,14 +153,14 @@ class Columns:
         """Adds it to the sums in global memory."""
         refs, (rows, dims) = self.refs, self.share
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the block before is out
-        begin = dims[0]
+        begin = 0
         for part in found:
-            refs.dq.at[pl.ds(*rows), pl.ds(begin, part.shape[1])][...] = part
+            self.dq.at[:, pl.ds(begin, part.shape[1])][...] = part
             begin += part.shape[1]
         plgpu.commit_smem()
         there = pl.ds(row_block * self.call.config.rows + rows[0], rows[1])
         plgpu.copy_smem_to_gmem(
-            refs.dq.at[pl.ds(*rows), pl.ds(*dims)],
+            self.dq,
             refs.d_query.at[self.place.batch, head, there, pl.ds(*dims)],
             reduction_op="add",
         )
