@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -37,6 +38,16 @@ def consume(call: Call, refs: Refs, consumer: int) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+class Step(NamedTuple):
+    """One block of rows of one query head."""
+
+    count: Any  # of the item's steps before it
+    row_block: Any
+    head: Any
+    masked: bool
+    await_next: Callable[[], None]  # for the next step's queries
+
+
 class Columns:
     """The columns of one item that are this consumer's."""
 
@@ -59,11 +70,17 @@ class Columns:
             walk = call.walker.at(refs.path, (batch, n), block)
             reader = call.scorer.at(refs.own, (batch, n))
 
+            def await_query(t: Any) -> None:
+                @pl.when(t < walk.total)
+                def _() -> None:
+                    plgpu.barrier_wait(refs.q_bar.full.at[call.slot(before + t)])
+
             def step(t: Any, _: Any, masked: bool) -> Any:
-                tile = walk.tile(t)
-                self.step(before + t, tile, n, reader, masked, dk_acc, dv_acc)
+                here = Step(before + t, walk.tile(t), n, masked, lambda: await_query(t + 1))
+                self.step(here, reader, dk_acc, dv_acc)
                 return jnp.int32(0)
 
+            await_query(jnp.int32(0))
             for masked, begin, end in walk.all_loops():
                 body = functools.partial(step, masked=masked)
                 lax.fori_loop(begin, end, body, jnp.int32(0))
@@ -72,28 +89,14 @@ class Columns:
         call.each_head(key_head, head)
         self.finish(dk_acc, dv_acc)
 
-    def step(
-        self,
-        step: Any,
-        row_block: Any,
-        head: Any,
-        reader: Reader,
-        masked: bool,
-        dk_acc: Any,
-        dv_acc: Any,
-    ) -> None:
-        """Takes in one block of rows of one query head."""
-        call, refs = self.call, self.refs
-        config, dtype = call.config, call.spec.dtype
-        slot = call.slot(step)
+    def step(self, here: Step, reader: Reader, dk_acc: Any, dv_acc: Any) -> None:
+        """Takes in one block of rows."""
+        refs, slot = self.refs, self.call.slot(here.count)
         q, do = refs.tiles.q.parts(slot), refs.tiles.do.parts(slot)
-        tile = Tile(
-            row_block * config.rows, self.first, config.rows, ROWS, True, block=config.columns
-        )
-        p, ds = self.weigh(q, do, slot, tile, reader, masked)
+        p, ds = self.weigh(here, reader, q, do)
         for acc, part in zip(dv_acc, do, strict=True):
             plgpu.wgmma(acc, p, part)
-        (shared,) = refs.tiles.ds.parts(lax.rem(step, jnp.int32(SCORES)))
+        (shared,) = refs.tiles.ds.parts(lax.rem(here.count, jnp.int32(SCORES)))
         shared.at[self.mine][...] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.ds_bar)
@@ -103,14 +106,14 @@ class Columns:
         found = self.query_part(shared)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
         plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
-        self.send(found, row_block, head)
+        self.send(found, here)
 
-    def weigh(
-        self, q: Any, do: Any, slot: Any, tile: Tile, reader: Reader, masked: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def weigh(self, here: Step, reader: Reader, q: Any, do: Any) -> tuple[jax.Array, jax.Array]:
         """Pᵀ and dSᵀ, rounded."""
-        refs, dtype, folds = self.refs, self.call.spec.dtype, self.call.folds
-        tiles = plgpu.ACC(tile.shape, jnp.float32)
+        refs, config, folds = self.refs, self.call.config, self.call.folds
+        slot, dtype = self.call.slot(here.count), self.call.spec.dtype
+        row = here.row_block * config.rows
+        tile = Tile(row, self.first, config.rows, ROWS, transposed=True, block=config.columns)
 
         def vector(ref: Any) -> jax.Array:
             found: jax.Array = plgpu.load(ref.at[slot], layout=COLUMN)
@@ -124,15 +127,20 @@ class Columns:
             plgpu.barrier_wait(refs.do_bar.full.at[slot])
             meet(dp_acc, self.v, do)
             products = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
-            scored = reader.score(products, tile, masked)
+            scored = reader.score(products, tile, here.masked)
             p = reader.weights(scored, None if folds else vector(refs.row_shift), tile)
+            p = lax.optimization_barrier(p)
+            # It also keeps the compiler from waiting for dP before the exponentials.
+            here.await_next()
+            if here.masked:  # 0 tells what is hidden, and takes no registers
+                scored = scored._replace(keep=p != 0)
             d_p = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             delta = None if folds else vector(refs.row_delta)
             pulled = reader.gradients(scored, p, delta, d_p, tile)
             return pulled.weights.astype(dtype), pulled.products.astype(dtype)
 
-        plgpu.barrier_wait(refs.q_bar.full.at[slot])
-        found: tuple[jax.Array, jax.Array] = pl.run_scoped(body, tiles, tiles)
+        tiles = [plgpu.ACC(tile.shape, jnp.float32)] * 2
+        found: tuple[jax.Array, jax.Array] = pl.run_scoped(body, *tiles)
         return found
 
     def query_part(self, ds: Any) -> list[jax.Array]:
@@ -149,7 +157,7 @@ class Columns:
         found: list[jax.Array] = pl.run_scoped(products, *accumulators)
         return found
 
-    def send(self, found: list[jax.Array], row_block: Any, head: Any) -> None:
+    def send(self, found: list[jax.Array], here: Step) -> None:
         """Adds it to the sums in global memory."""
         refs, (rows, dims) = self.refs, self.share
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the block before is out
@@ -158,10 +166,10 @@ class Columns:
             self.dq.at[:, pl.ds(begin, part.shape[1])][...] = part
             begin += part.shape[1]
         plgpu.commit_smem()
-        there = pl.ds(row_block * self.call.config.rows + rows[0], rows[1])
+        there = pl.ds(here.row_block * self.call.config.rows + rows[0], rows[1])
         plgpu.copy_smem_to_gmem(
             self.dq,
-            refs.d_query.at[self.place.batch, head, there, pl.ds(*dims)],
+            refs.d_query.at[self.place.batch, here.head, there, pl.ds(*dims)],
             reduction_op="add",
         )
 
