@@ -7,6 +7,8 @@ added up in float32 in global memory (FlashAttention-3, arXiv:2407.08608).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ from jax import lax
 
 from flashjax.kernels.hopper.backward_config import CONSUMERS, BackwardConfig, key_heads_beside
 from flashjax.kernels.hopper.backward_refs import Call, Refs
+from flashjax.kernels.hopper.buffers import Tiles
 from flashjax.kernels.hopper.columns import consume
 from flashjax.kernels.hopper.config import (
     REGISTERS,
@@ -62,6 +65,7 @@ def backward(
         rows,
         columns,
         staged=False,
+        transposed=True,
         room=False,
         interpreted=interpret is not None,
     )
@@ -74,12 +78,13 @@ def backward(
     d_query = d_query[:, :, : spec.rows, : spec.head_dim].swapaxes(1, 2)
     if scorer.folded:
         d_query = d_query * jnp.float32(spec.scale)
-    found = {
-        "query": d_query.astype(spec.dtype),
-        "key": d_key[..., : spec.head_dim],
-        "value": d_value[..., : spec.value_dim],
-    }
-    return Operands(**{name: x if name in spec.wanted else None for name, x in found.items()})
+    found = Operands(
+        query=d_query.astype(spec.dtype),
+        key=d_key[..., : spec.head_dim],
+        value=d_value[..., : spec.value_dim],
+    )
+    unwanted = {"query", "key", "value"} - spec.wanted
+    return dataclasses.replace(found, **dict.fromkeys(unwanted))
 
 
 def _given(
@@ -104,11 +109,12 @@ def _given(
         more = call.walker.other.padded - spec.rows
         return jnp.pad(x, [(0, 0)] * 2 + [(0, more)]) if more else x
 
-    matrices = (held(x) for x in (query, key, operands.value, d_out))
-    shift = scorer.exponents.shift(lse)
+    shift, unit = scorer.exponents.shift(lse), scorer.exponents.unit
     if call.folds:
-        shift, delta = shift * (-1 / scorer.exponents.unit), -delta
-    return Given(*matrices, padded(shift), padded(delta))
+        assert unit is not None
+        shift, delta = shift * (-1 / unit), -delta
+    value = held(operands.value)
+    return Given(held(query), held(key), value, held(d_out), padded(shift), padded(delta))
 
 
 def _finite(x: jax.Array, where: Any) -> jax.Array:
@@ -122,18 +128,18 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Arra
     def kernel(*refs: Any) -> None:
         found = call.refs(refs)
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == CONSUMERS)(lambda: produce(call, found))
+        pl.when(warpgroup == CONSUMERS)(functools.partial(produce, call, found))
         # The consumers' code differs in what they do of dQ.
         for i in range(CONSUMERS):
-            pl.when(warpgroup == i)(lambda i=i: consume(call, found, i))
+            pl.when(warpgroup == i)(functools.partial(consume, call, found, i))
 
-    d_query = jax.new_ref(sums)
-    d_key, d_value = plgpu.kernel(
+    outs = [
+        jax.ShapeDtypeStruct((*x.shape[:-1], held_head_dim(x.shape[-1])), spec.dtype)
+        for x in (spec.shapes.key, spec.shapes.value)
+    ]
+    run = plgpu.kernel(
         kernel,
-        out_type=[
-            jax.ShapeDtypeStruct((*x.shape[:-1], held_head_dim(x.shape[-1])), spec.dtype)
-            for x in (spec.shapes.key, spec.shapes.value)
-        ],
+        out_type=outs,
         scratch_types=scratch(call),
         grid=(call.items.programs,),
         grid_names=("program",),
@@ -142,8 +148,17 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Arra
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=call.interpret,
         kernel_name="flashjax_backward",
-    )(*given, *call.scorer.arrays, *call.walker.arrays, d_query)
-    return jax.freeze(d_query), d_key, d_value
+    )
+
+    def body(state: Any) -> None:
+        d_query, *refs = state
+        for ref, found in zip(refs, run(*inputs, d_query), strict=True):
+            ref[...] = found
+
+    # Written whole: XLA never makes these zeros.
+    inputs = (*given, *call.scorer.arrays, *call.walker.arrays)
+    d_key, d_value = (jnp.zeros(x.shape, x.dtype) for x in outs)
+    return pl.run_state(body)((sums, d_key, d_value))
 
 
 def scratch(call: Call) -> list[Any]:
@@ -155,9 +170,8 @@ def scratch(call: Call) -> list[Any]:
     shares = [call.share(consumer) for consumer in range(CONSUMERS)]
 
     def pair(loads: int) -> Barriers:
-        counts = {"num_barriers": config.stages}
-        full = plgpu.Barrier(num_arrivals=loads, **counts)
-        return Barriers(full, plgpu.Barrier(num_arrivals=CONSUMERS, **counts))
+        full = plgpu.Barrier(num_barriers=config.stages, num_arrivals=loads)
+        return Barriers(full, plgpu.Barrier(num_barriers=config.stages, num_arrivals=CONSUMERS))
 
     vector = plgpu.SMEM((config.stages, config.rows), jnp.float32)
     return [
@@ -181,23 +195,18 @@ def produce(call: Call, refs: Refs) -> None:
     config, tiles = call.config, refs.tiles
     plgpu.set_max_registers(REGISTERS[CONSUMERS][1], action="decrease")
 
-    def copies(x: Any, here: Any, slot: Any, batch: Any, place: Any, head: Any, dims: Any) -> Copies:
-        return [
-            (x.at[batch, place, head, own], part) for own, part in here.copies(slot, dims)
-        ]
-
     def load(copies: Copies, barrier: Any) -> None:
         for there, here in copies:
             plgpu.copy_gmem_to_smem(there, here, barrier)
 
+    def load_tile(ref: Any, at: Any, tile: Tiles, slot: Any, dims: Any, barrier: Any) -> None:
+        load([(ref.at[*at, own], part) for own, part in tile.copies(slot, dims)], barrier)
+
     def item(_i: Any, place: Place, _following: Any, _: Any) -> Any:
         block, key_head, batch = place
-        columns = call.columns(block)
-        for x, here, dims in (
-            (refs.key, tiles.k, call.head_dims),
-            (refs.value, tiles.v, call.value_dims),
-        ):
-            load(copies(x, here, 0, batch, columns, key_head, dims), refs.block_bar)
+        at = (batch, call.columns(block), key_head)
+        load_tile(refs.key, at, tiles.k, 0, call.head_dims, refs.block_bar)
+        load_tile(refs.value, at, tiles.v, 0, call.value_dims, refs.block_bar)
 
         def head(n: Any, before: Any) -> Any:
             walk = call.walker.at(refs.path, (batch, n), block)
@@ -206,18 +215,20 @@ def produce(call: Call, refs: Refs) -> None:
             def _(t: Any) -> None:
                 step = before + t
                 slot, rows = call.slot(step), call.rows(walk.tile(t))
-                vectors = [
-                    (x.at[batch, n, rows], here.at[slot])
-                    for x, here in ((refs.shift, refs.row_shift), (refs.delta, refs.row_delta))
-                ]
-                for x, here, dims, bar, more in (
-                    (refs.query, tiles.q, call.head_dims, refs.q_bar, vectors),
-                    (refs.d_out, tiles.do, call.value_dims, refs.do_bar, []),
-                ):
-                    wait = bar.empty.at[slot]
-                    pl.when(step >= config.stages)(lambda wait=wait: plgpu.barrier_wait(wait))
-                    own = copies(x, here, slot, batch, rows, n, dims)
-                    load([*own, *more], bar.full.at[slot])
+                at, full = (batch, rows, n), refs.q_bar.full.at[slot]
+
+                def await_slot(barriers: Barriers) -> None:
+                    @pl.when(step >= config.stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(barriers.empty.at[slot])
+
+                await_slot(refs.q_bar)
+                load_tile(refs.query, at, tiles.q, slot, call.head_dims, full)
+                vectors = ((refs.shift, refs.row_shift), (refs.delta, refs.row_delta))
+                load([(x.at[batch, n, rows], here.at[slot]) for x, here in vectors], full)
+                await_slot(refs.do_bar)
+                full = refs.do_bar.full.at[slot]
+                load_tile(refs.d_out, at, tiles.do, slot, call.value_dims, full)
 
             return before + walk.total
 

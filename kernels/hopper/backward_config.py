@@ -37,12 +37,19 @@ class BackwardConfig(backend.Config):
         return f"{super().__str__()}, {self.stages} stages"
 
 
-# By the larger of the padded head dims, best first.
+# Rows and stages by the larger of the padded head dims, best first.
 BACKWARD: dict[int, tuple[tuple[int, int], ...]] = {
     64: ((128, 2), (64, 2)),
     96: ((64, 2),),
     128: ((64, 2),),
 }
+
+
+def _register_rich(spec: Spec, rows: int) -> bool:
+    """Whether so many rows take more registers than there are: tiles of what is not plain do."""
+    shapes = spec.shapes
+    plain = shapes.bias is None and shapes.score is None and not spec.dropout_rate
+    return rows > ROWS and not plain
 
 
 def shared_memory(spec: Spec, config: BackwardConfig) -> int:
@@ -66,11 +73,12 @@ def backward_configs(spec: Spec) -> tuple[BackwardConfig, ...]:
     """What fits, best first."""
     largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
     found = (BackwardConfig(rows, COLUMNS, stages) for rows, stages in BACKWARD.get(largest, ()))
-    return tuple(
+    fit = (
         config
         for config in found
         if shared_memory(spec, config) <= SHARED_MEMORY and _within_blocks(spec, config.rows)
     )
+    return tuple(sorted(fit, key=lambda config: _register_rich(spec, config.rows)))
 
 
 def _within_blocks(spec: Spec, rows: int) -> bool:

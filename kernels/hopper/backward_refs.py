@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.kernels.hopper.backward_config import COLUMNS, SCORES, BackwardConfig
-from flashjax.kernels.hopper.buffers import Buffer, Tiles
+from flashjax.kernels.hopper.buffers import Buffer
 from flashjax.kernels.hopper.config import ROWS, padded_head_dim, ragged, swizzle_elements
 from flashjax.kernels.hopper.items import Items
 from flashjax.kernels.hopper.refs import Barriers, all_of
@@ -20,7 +20,7 @@ from flashjax.spec import Spec
 
 
 class Buffers(NamedTuple):
-    """The tiles in shared memory: K and V of the block, Q and dO of stages, dS of columns × rows."""
+    """Tiles in shared memory: K and V of the block, Q and dO of stages, dS of columns × rows."""
 
     k: Any
     v: Any
@@ -73,15 +73,16 @@ class Call:
     interpret: Any
 
     def refs(self, refs: tuple[Any, ...]) -> Refs:
-        gmem, rest = refs[:6], list(refs[6:])
-        parts = []
+        every: list[Any]
+        rest, parts = list(refs[6:]), []
         for owner in (self.scorer, self.walker):
             n = len(owner.arrays)
             parts.append(rest[:n])
             rest = rest[n:]
         d_query, d_key, d_value, memory, *rest = rest
         tiles = Buffers(*(b.of(ref) for b, ref in zip(self.buffers, memory, strict=True)))
-        return Refs(*gmem, *parts, d_query, d_key, d_value, tiles, *rest)
+        every = [*refs[:6], *parts, d_query, d_key, d_value, tiles, *rest]
+        return Refs(*every)
 
     @property
     def buffers(self) -> Buffers:

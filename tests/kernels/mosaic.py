@@ -1,8 +1,8 @@
 """What JAX's interpreter of Mosaic GPU kernels lacks of Hopper, for tests alone (0.11.2, 0.12.0.1).
 
 It has no stores to accumulators in registers, no product with a left side in registers, no sums in
-global memory by TMA, and does not look for races in what products read. All of it is private to JAX: where one of these names is
-gone, `install` fails and says which.
+global memory by TMA, and does not look for races in what products read. All of it is private to
+JAX: where one of these names is gone, `install` fails and says which.
 """
 
 import functools
@@ -154,7 +154,8 @@ def _multiplied(source: Any, *, token: Any, mesh: Any, thread: Any, operands: An
     left = np.asarray(a[0]) if a[1] is None else where.read(a, clock)[2]
     right = where.read(b, clock)[2]
     key, place, before = where.read(acc)
-    where.store(key, place, before + np.matmul(left, right, dtype=before.dtype))
+    with np.errstate(invalid="ignore"):  # infinities that are hidden later
+        where.store(key, place, before + np.matmul(left, right, dtype=before.dtype))
     return token
 
 
@@ -163,22 +164,16 @@ class Add(gpu_callbacks.AsyncCopySmemToGmemTask):  # type: ignore[misc]
 
     def __call__(self, tma_thread_id: int) -> None:
         memory = gpu_callbacks._get_shared_memory()
+        here = self.src_allocation_key, self.src_access
+        there = self.dst_allocation_key, self.dst_access
+        logged = {"logging_info": self.logging_info}
         with _one_adds:
             self.pre_read(tma_thread_id, memory)
             own, before = (
-                memory.get_buffer_content(key, place, self.thread, logging_info=self.logging_info)[0]
-                for key, place in (
-                    (self.src_allocation_key, self.src_access),
-                    (self.dst_allocation_key, self.dst_access),
-                )
+                memory.get_buffer_content(*place, self.thread, **logged)[0]
+                for place in (here, there)
             )
-            memory.store_buffer_content(
-                self.dst_allocation_key,
-                self.dst_access,
-                before + own,
-                self.thread,
-                logging_info=self.logging_info,
-            )
+            memory.store_buffer_content(*there, before + own, self.thread, **logged)
             if memory.detect_races:
                 self.clock.inc(tma_thread_id)
                 self.write_clock = self.clock.copy()
