@@ -232,7 +232,7 @@ def produce(call: Call, refs: Refs) -> None:
 
             return before + walk.total
 
-        return call.each_head(key_head, head)
+        return call.each_head(key_head, head, jnp.int32(0))
 
     steps = call.items.each([], item, lambda _: jnp.int32(0))
     if call.interpret is not None:

@@ -29,12 +29,18 @@ SCORES = 2  # tiles of dS that there is memory for
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig(backend.Config):
-    """A program keeps `columns` while blocks of `rows` stream through `stages` buffers."""
+    """A program keeps `columns` while blocks of `rows` stream through `stages` buffers.
+
+    With `late`, a block's dQ is made in the next one's step, and the two consumers need not keep
+    step.
+    """
 
     stages: int
+    late: bool = False
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, {self.stages} stages"
+        late = ", dQ late" if self.late else ""
+        return f"{super().__str__()}, {self.stages} stages{late}"
 
 
 # Rows and stages by the larger of the padded head dims, best first.

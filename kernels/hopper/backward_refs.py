@@ -136,10 +136,15 @@ class Call:
     def columns(self, block: Any) -> Any:
         return pl.ds(block * COLUMNS, COLUMNS)
 
-    def each_head(self, key_head: Any, body: Any) -> Any:
-        """``body(head, steps before)`` gives steps; over the query heads of a key head."""
-        group, none = self.spec.group, jnp.int32(0)
+    def first_head(self, key_head: Any) -> Any:
+        """Of the query heads of a key head."""
+        return key_head if self.spec.group == 1 else key_head * jnp.int32(self.spec.group)
+
+    def each_head(self, key_head: Any, body: Any, carry: Any) -> Any:
+        """``body(head, carry)`` gives the carry; over the query heads of a key head."""
+        group, first = self.spec.group, self.first_head(key_head)
         if group == 1:
-            return body(key_head, none)
-        first = key_head * jnp.int32(group)
-        return lax.fori_loop(none, jnp.int32(group), lambda g, n: body(first + g, n), none)
+            return body(key_head, carry)
+        return lax.fori_loop(
+            jnp.int32(0), jnp.int32(group), lambda g, carry: body(first + g, carry), carry
+        )

@@ -38,12 +38,19 @@ def consume(call: Call, refs: Refs, consumer: int) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-class Step(NamedTuple):
+class Rows(NamedTuple):
     """One block of rows of one query head."""
 
-    count: Any  # of the item's steps before it
-    row_block: Any
+    block: Any
     head: Any
+
+
+class Step(NamedTuple):
+    """What is taken in at once."""
+
+    count: Any  # of the item's steps before it
+    rows: Rows
+    last: Rows  # of the step before
     masked: bool
     await_next: Callable[[], None]  # for the next step's queries
 
@@ -65,8 +72,14 @@ class Columns:
         for acc in (*dk_acc, *dv_acc):
             acc[...] = plgpu.layout_cast(jnp.zeros(acc.shape, jnp.float32), TILE)
         plgpu.barrier_wait(refs.block_bar)
+        if call.config.late:  # the first step adds 0 to its own rows
+            last = self.scores(jnp.int32(-1)).at[self.mine]
+            last[...] = plgpu.layout_cast(jnp.zeros(last.shape, last.dtype), TILE)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs.ds_bar)
 
-        def head(n: Any, before: Any) -> Any:
+        def head(n: Any, carry: Any) -> Any:
+            before, last = carry
             walk = call.walker.at(refs.path, (batch, n), block)
             reader = call.scorer.at(refs.own, (batch, n))
 
@@ -75,19 +88,30 @@ class Columns:
                 def _() -> None:
                     plgpu.barrier_wait(refs.q_bar.full.at[call.slot(before + t)])
 
-            def step(t: Any, _: Any, masked: bool) -> Any:
-                here = Step(before + t, walk.tile(t), n, masked, lambda: await_query(t + 1))
+            def step(t: Any, last: Rows, masked: bool) -> Rows:
+                rows = Rows(walk.tile(t), n)
+                here = Step(before + t, rows, last, masked, lambda: await_query(t + 1))
                 self.step(here, reader, dk_acc, dv_acc)
-                return jnp.int32(0)
+                return rows
 
             await_query(jnp.int32(0))
             for masked, begin, end in walk.all_loops():
-                body = functools.partial(step, masked=masked)
-                lax.fori_loop(begin, end, body, jnp.int32(0))
-            return before + walk.total
+                last = lax.fori_loop(begin, end, functools.partial(step, masked=masked), last)
+            return before + walk.total, last
 
-        call.each_head(key_head, head)
+        first = call.first_head(key_head)
+        start = Rows(call.walker.at(refs.path, (batch, first), block).tile(jnp.int32(0)), first)
+        count, last = call.each_head(key_head, head, (jnp.int32(0), start))
+        if call.config.late:
+            plgpu.barrier_wait(refs.ds_bar)
+            self.send(self.query_part(self.scores(count - 1)), last)
         self.finish(dk_acc, dv_acc)
+
+    def scores(self, count: Any) -> Any:
+        """The block's dSᵀ of a step."""
+        step = lax.rem(count + jnp.int32(SCORES), jnp.int32(SCORES))
+        (found,) = self.refs.tiles.ds.parts(step)
+        return found
 
     def step(self, here: Step, reader: Reader, dk_acc: Any, dv_acc: Any) -> None:
         """Takes in one block of rows."""
@@ -96,23 +120,27 @@ class Columns:
         p, ds = self.weigh(here, reader, q, do)
         for acc, part in zip(dv_acc, do, strict=True):
             plgpu.wgmma(acc, p, part)
-        (shared,) = refs.tiles.ds.parts(lax.rem(here.count, jnp.int32(SCORES)))
+        shared = self.scores(here.count)
         shared.at[self.mine][...] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.ds_bar)
         for acc, part in zip(dk_acc, q, strict=True):
             plgpu.wgmma(acc, ds, part)
-        plgpu.barrier_wait(refs.ds_bar)
-        found = self.query_part(shared)
+        if self.call.config.late:
+            plgpu.wgmma_wait(0)
+        else:
+            plgpu.barrier_wait(refs.ds_bar)
+            found = self.query_part(shared)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
         plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
-        self.send(found, here)
+        if not self.call.config.late:
+            self.send(found, here.rows)
 
     def weigh(self, here: Step, reader: Reader, q: Any, do: Any) -> tuple[jax.Array, jax.Array]:
         """Pᵀ and dSᵀ, rounded."""
         refs, config, folds = self.refs, self.call.config, self.call.folds
         slot, dtype = self.call.slot(here.count), self.call.spec.dtype
-        row = here.row_block * config.rows
+        row = here.rows.block * config.rows
         tile = Tile(row, self.first, config.rows, ROWS, transposed=True, block=config.columns)
 
         def vector(ref: Any) -> jax.Array:
@@ -123,7 +151,13 @@ class Columns:
             if folds:
                 s_acc[...] = tile.of_rows(vector(refs.row_shift))
                 dp_acc[...] = tile.of_rows(vector(refs.row_delta))
-            meet(s_acc, self.k, q)
+            if config.late:
+                plgpu.barrier_wait(refs.ds_bar)
+                scores = self.scores(here.count - 1)
+                found = self.query_part(scores, lambda: meet(s_acc, self.k, q), len(q))
+                self.send(found, here.last)
+            else:
+                meet(s_acc, self.k, q)
             plgpu.barrier_wait(refs.do_bar.full.at[slot])
             meet(dp_acc, self.v, do)
             products = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
@@ -143,21 +177,27 @@ class Columns:
         found: tuple[jax.Array, jax.Array] = pl.run_scoped(body, *tiles)
         return found
 
-    def query_part(self, ds: Any) -> list[jax.Array]:
-        """This consumer's share of dS · K, in the parts of K; all products are done then."""
+    def query_part(
+        self, ds: Any, then: Callable[[], None] = lambda: None, pending: int = 0
+    ) -> list[jax.Array]:
+        """This consumer's share of dS · K, in the parts of K.
+
+        `then` issues other products, of which so many may be `pending` after it.
+        """
         rows, dims = self.share
         keys = self.refs.tiles.k.parts_of(0, *dims)
 
         def products(*acc: Any) -> list[jax.Array]:
             for part, own in zip(keys, acc, strict=True):
                 plgpu.wgmma(own, ds.at[:, pl.ds(*rows)].transpose((1, 0)), part)
-            return [plgpu.wgmma_accumulator_load(own, wait_n=0) for own in acc]
+            then()
+            return [plgpu.wgmma_accumulator_load(own, wait_n=pending) for own in acc]
 
         accumulators = [plgpu.ACC((ROWS, part.shape[1]), jnp.float32) for part in keys]
         found: list[jax.Array] = pl.run_scoped(products, *accumulators)
         return found
 
-    def send(self, found: list[jax.Array], here: Step) -> None:
+    def send(self, found: list[jax.Array], of: Rows) -> None:
         """Adds it to the sums in global memory."""
         refs, (rows, dims) = self.refs, self.share
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the block before is out
@@ -166,10 +206,10 @@ class Columns:
             self.dq.at[:, pl.ds(begin, part.shape[1])][...] = part
             begin += part.shape[1]
         plgpu.commit_smem()
-        there = pl.ds(here.row_block * self.call.config.rows + rows[0], rows[1])
+        there = pl.ds(of.block * self.call.config.rows + rows[0], rows[1])
         plgpu.copy_smem_to_gmem(
             self.dq,
-            refs.d_query.at[self.place.batch, here.head, there, pl.ds(*dims)],
+            refs.d_query.at[self.place.batch, of.head, there, pl.ds(*dims)],
             reduction_op="add",
         )
 
