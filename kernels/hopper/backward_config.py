@@ -29,18 +29,12 @@ SCORES = 2  # tiles of dS that there is memory for
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig(backend.Config):
-    """A program keeps `columns` while blocks of `rows` stream through `stages` buffers.
-
-    With `late`, a block's dQ is made in the next one's step, and the two consumers need not keep
-    step.
-    """
+    """A program keeps `columns` while blocks of `rows` stream through `stages` buffers."""
 
     stages: int
-    late: bool = False
 
     def __str__(self) -> str:
-        late = ", dQ late" if self.late else ""
-        return f"{super().__str__()}, {self.stages} stages{late}"
+        return f"{super().__str__()}, {self.stages} stages"
 
 
 # Rows and stages by the larger of the padded head dims, best first.

@@ -72,11 +72,9 @@ class Columns:
         for acc in (*dk_acc, *dv_acc):
             acc[...] = plgpu.layout_cast(jnp.zeros(acc.shape, jnp.float32), TILE)
         plgpu.barrier_wait(refs.block_bar)
-        if call.config.late:  # the first step adds 0 to its own rows
-            last = self.scores(jnp.int32(-1)).at[self.mine]
-            last[...] = plgpu.layout_cast(jnp.zeros(last.shape, last.dtype), TILE)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(refs.ds_bar)
+        # What the first step finds of the one before: it adds 0 to its own rows.
+        none = plgpu.layout_cast(jnp.zeros((ROWS, call.config.rows), call.spec.dtype), TILE)
+        self.share_scores(jnp.int32(-1), none)
 
         def head(n: Any, carry: Any) -> Any:
             before, last = carry
@@ -102,9 +100,7 @@ class Columns:
         first = call.first_head(key_head)
         start = Rows(call.walker.at(refs.path, (batch, first), block).tile(jnp.int32(0)), first)
         count, last = call.each_head(key_head, head, (jnp.int32(0), start))
-        if call.config.late:
-            plgpu.barrier_wait(refs.ds_bar)
-            self.send(self.query_part(self.scores(count - 1)), last)
+        self.send(self.query_part(count - 1, lambda: None, pending=0), last)
         self.finish(dk_acc, dv_acc)
 
     def scores(self, count: Any) -> Any:
@@ -113,28 +109,28 @@ class Columns:
         (found,) = self.refs.tiles.ds.parts(step)
         return found
 
+    def share_scores(self, count: Any, ds: jax.Array) -> None:
+        """Makes a step's dSᵀ known to both consumers."""
+        self.scores(count).at[self.mine][...] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.refs.ds_bar)
+
     def step(self, here: Step, reader: Reader, dk_acc: Any, dv_acc: Any) -> None:
-        """Takes in one block of rows."""
+        """Takes in one block of rows, and adds up dQ of the one before.
+
+        Thus no consumer waits for the other's part of dS.
+        """
         refs, slot = self.refs, self.call.slot(here.count)
         q, do = refs.tiles.q.parts(slot), refs.tiles.do.parts(slot)
         p, ds = self.weigh(here, reader, q, do)
         for acc, part in zip(dv_acc, do, strict=True):
             plgpu.wgmma(acc, p, part)
-        shared = self.scores(here.count)
-        shared.at[self.mine][...] = ds
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(refs.ds_bar)
+        self.share_scores(here.count, ds)
         for acc, part in zip(dk_acc, q, strict=True):
             plgpu.wgmma(acc, ds, part)
-        if self.call.config.late:
-            plgpu.wgmma_wait(0)
-        else:
-            plgpu.barrier_wait(refs.ds_bar)
-            found = self.query_part(shared)
+        plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
         plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
-        if not self.call.config.late:
-            self.send(found, here.rows)
 
     def weigh(self, here: Step, reader: Reader, q: Any, do: Any) -> tuple[jax.Array, jax.Array]:
         """Pᵀ and dSᵀ, rounded."""
@@ -147,21 +143,21 @@ class Columns:
             found: jax.Array = plgpu.load(ref.at[slot], layout=COLUMN)
             return found
 
-        def body(s_acc: Any, dp_acc: Any) -> tuple[jax.Array, jax.Array]:
+        def with_scores(s_acc: Any) -> Any:
             if folds:
                 s_acc[...] = tile.of_rows(vector(refs.row_shift))
-                dp_acc[...] = tile.of_rows(vector(refs.row_delta))
-            if config.late:
-                plgpu.barrier_wait(refs.ds_bar)
-                scores = self.scores(here.count - 1)
-                found = self.query_part(scores, lambda: meet(s_acc, self.k, q), len(q))
-                self.send(found, here.last)
-            else:
-                meet(s_acc, self.k, q)
+            issue = functools.partial(meet, s_acc, self.k, q)
+            self.send(self.query_part(here.count - 1, issue, pending=len(q)), here.last)
             plgpu.barrier_wait(refs.do_bar.full.at[slot])
+            # Its registers are those of dQ, which is on its way by now.
+            return pl.run_scoped(functools.partial(with_both, s_acc), products)
+
+        def with_both(s_acc: Any, dp_acc: Any) -> Any:
+            if folds:
+                dp_acc[...] = tile.of_rows(vector(refs.row_delta))
             meet(dp_acc, self.v, do)
-            products = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
-            scored = reader.score(products, tile, here.masked)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
+            scored = reader.score(s, tile, here.masked)
             p = reader.weights(scored, None if folds else vector(refs.row_shift), tile)
             p = lax.optimization_barrier(p)
             # It also keeps the compiler from waiting for dP before the exponentials.
@@ -173,18 +169,17 @@ class Columns:
             pulled = reader.gradients(scored, p, delta, d_p, tile)
             return pulled.weights.astype(dtype), pulled.products.astype(dtype)
 
-        tiles = [plgpu.ACC(tile.shape, jnp.float32)] * 2
-        found: tuple[jax.Array, jax.Array] = pl.run_scoped(body, *tiles)
+        products = plgpu.ACC(tile.shape, jnp.float32)
+        found: tuple[jax.Array, jax.Array] = pl.run_scoped(with_scores, products)
         return found
 
-    def query_part(
-        self, ds: Any, then: Callable[[], None] = lambda: None, pending: int = 0
-    ) -> list[jax.Array]:
-        """This consumer's share of dS · K, in the parts of K.
+    def query_part(self, count: Any, then: Callable[[], None], pending: int) -> list[jax.Array]:
+        """This consumer's share of a step's dS · K, in the parts of K.
 
-        `then` issues other products, of which so many may be `pending` after it.
+        `then` issues other products: so many, which are left `pending`.
         """
-        rows, dims = self.share
+        plgpu.barrier_wait(self.refs.ds_bar)
+        ds, (rows, dims) = self.scores(count), self.share
         keys = self.refs.tiles.k.parts_of(0, *dims)
 
         def products(*acc: Any) -> list[jax.Array]:
