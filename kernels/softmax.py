@@ -114,8 +114,10 @@ class Exponents:
         """The factor that takes sums under the maximum `m` to those under `shift`."""
         return self.exp2(m - shift, LOG2_E, None) if self.unit is None else self.exp2(m, 1.0, shift)
 
-    def weights(self, scores: jax.Array, shift: jax.Array) -> jax.Array:
-        """Of a tile of scores; `shift` broadcasts to it."""
+    def weights(self, scores: jax.Array, shift: jax.Array | None) -> jax.Array:
+        """Of a tile of scores; `shift` broadcasts to it, and is None where they hold it already."""
+        if shift is None:
+            return self.exp2(scores, LOG2_E if self.unit is None else self.unit, None)
         if self.unit is None:
             return self.exp2(scores - shift, LOG2_E, None)
         return self.exp2(scores, self.unit, shift)

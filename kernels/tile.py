@@ -38,6 +38,7 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     transposed: bool = False
+    block: int = 0  # columns of the block that it is a part of, if more than its own
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,7 +94,7 @@ def inside(spec: Spec, tile: Tile) -> tuple[jax.Array | None, jax.Array | None]:
     rows = columns = None
     if spec.rows % tile.rows:
         rows = tile.row + lax.iota(jnp.int32, tile.rows) < spec.rows
-    if spec.columns % tile.columns:
+    if spec.columns % (tile.block or tile.columns):
         columns = tile.column + lax.iota(jnp.int32, tile.columns) < spec.columns
     return rows, columns
 
@@ -262,10 +263,22 @@ class Reader:
 
         `lse` and `delta` are vectors of rows.
         """
-        exponents = self.scorer.exponents
-        p = exponents.weights(scored.scores, tile.of_rows(exponents.shift(lse)))
+        p = self.weights(scored, self.scorer.exponents.shift(lse), tile)
+        return self.gradients(scored, p, delta, d_p, tile)
+
+    def weights(self, scored: Scored, shift: jax.Array | None, tile: Tile) -> jax.Array:
+        """P before dropout; `shift` is that of the rows' LSE, None where the scores hold it."""
+        spread = None if shift is None else tile.of_rows(shift)
+        return self.scorer.exponents.weights(scored.scores, spread)
+
+    def gradients(
+        self, scored: Scored, p: jax.Array, delta: jax.Array | None, d_p: jax.Array, tile: Tile
+    ) -> Pulled:
+        """:meth:`back` from P before dropout; `delta` is None where `d_p` holds it already."""
         dropped, d_p = self.drop(tile, p, d_p)
-        d_scores = hidden(p * (d_p - tile.of_rows(delta)), scored.keep)
+        if delta is not None:
+            d_p = d_p - tile.of_rows(delta)
+        d_scores = hidden(p * d_p, scored.keep)
         d_raw, d_leaves = self.pull(scored, d_scores, tile)
         scale = self.scale(tile)
         return Pulled(dropped, d_raw, d_raw if scale is None else d_raw * scale, d_leaves)

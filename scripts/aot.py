@@ -30,6 +30,7 @@ import jax
 from flashjax.backend import Backend, Device
 from flashjax.bind import Arguments, bind
 from flashjax.kernels.hopper import BACKEND as HOPPER
+from flashjax.kernels.hopper import backward_config
 from flashjax.kernels.hopper.config import guards, shared_memory
 from flashjax.kernels.triton import BACKEND, config
 from flashjax.kernels.triton.config import ForwardConfig
@@ -37,14 +38,15 @@ from flashjax.spec import Operands, Spec
 from flashjax.tuning.table import plain
 from scripts.deviceless import TARGETS, Compiler, Measured, toolkit
 
-# Of Triton's kernels, and the forward of Hopper's.
-Pass = Literal["forward", "query", "key", "mosaic"]
-PASSES: tuple[Pass, ...] = ("forward", "query", "key", "mosaic")
+# Of Triton's kernels, and forward and backward of Hopper's.
+Pass = Literal["forward", "query", "key", "mosaic", "fused"]
+PASSES: tuple[Pass, ...] = ("forward", "query", "key", "mosaic", "fused")
 WANTED: dict[Pass, frozenset[str]] = {
     "forward": frozenset(),
     "query": frozenset({"query"}),
     "key": frozenset({"key", "value"}),
     "mosaic": frozenset(),
+    "fused": frozenset({"query", "key", "value"}),
 }
 NEED = {"forward": config.forward_need, "query": config.query_need, "key": config.key_need}
 MASKS = ("causal", "none", "packed")
@@ -62,6 +64,8 @@ SMALLEST_SPILL_LIMIT = 448
 # The second walk of such masks, which only a NaN starts, spills besides (docs/kernel-notes.md).
 GUARDED_SPILL_LIMIT = 1024
 HOPPER_GUARDED_SPILL_LIMIT = 256
+# Where a mask asks for a second loop the backward keeps addresses there, in both consumers.
+FUSED_SPILL_LIMIT = 640
 SECONDS = 120.0
 
 
@@ -95,9 +99,10 @@ class Call:
     def offered(self, name: Pass) -> Iterator[Any]:
         """The configurations of one pass, each once: the backward's pairs repeat some."""
         device = Device("cuda", TARGETS[self.capability].kind, self.capability)
-        if name == "mosaic":
-            fits = HOPPER.unsupported(self.spec, device) is None
-            yield from HOPPER.configs(self.spec, device) if fits else ()
+        if name in ("mosaic", "fused"):
+            backward = name == "fused"
+            fits = HOPPER.unsupported(self.spec, device, backward=backward) is None
+            yield from HOPPER.configs(self.spec, device, backward=backward) if fits else ()
             return
         seen = set()
         for c in BACKEND.configs(self.spec, device, backward=name != "forward"):
@@ -121,6 +126,8 @@ class Program:
         """Bytes of shared memory."""
         if self.name == "mosaic":
             return shared_memory(self.call.spec, self.config)
+        if self.name == "fused":
+            return backward_config.shared_memory(self.call.spec, self.config)
         sizes = config.Sizes.of(self.call.spec, self.call.capability)
         return int(NEED[self.name](self.config, sizes).shared)
 
@@ -133,9 +140,10 @@ class Program:
             return lambda operands: backend.forward(spec, made, operands), (spec.shapes,)
         if self.name == "query":
             made = config.BackwardConfig(**plain(made), query=made)
+        backend = HOPPER if self.name == "fused" else BACKEND
 
         def backward(operands: Operands, lse: Any, delta: Any, d_out: Any) -> Operands:
-            return BACKEND.backward(spec, made, operands, lse, delta, d_out)
+            return backend.backward(spec, made, operands, lse, delta, d_out)
 
         return backward, (spec.shapes, spec.lse, spec.lse, spec.out)
 
@@ -157,7 +165,7 @@ def programs(chosen: argparse.Namespace) -> Iterator[Program]:
             and dims[0] in head_dims
         ):
             call = Call(capability, dtype, *dims, mask, chosen.group)
-            for made in (name != "mosaic" and given) or call.offered(name):
+            for made in (name in NEED and given) or call.offered(name):
                 if name == "key" and given:
                     made = config.BackwardConfig(**plain(made), query=made)
                 yield Program(call, name, made)
@@ -227,6 +235,8 @@ def fault(program: Program, found: Measured) -> str | None:
     limit = SPILL_LIMIT
     if program.name == "mosaic":
         limit = HOPPER_GUARDED_SPILL_LIMIT if guards(program.call.spec) else 0
+    elif program.name == "fused":
+        limit = FUSED_SPILL_LIMIT * (program.call.mask != "none")
     elif program.call.mask in RARE_MASKS:
         limit = GUARDED_SPILL_LIMIT
     elif plain(program.config) == plain(ForwardConfig(*config.SMALLEST)):

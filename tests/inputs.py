@@ -22,6 +22,7 @@ import flashjax.chunked
 import flashjax.plan
 from flashjax.kernels.hopper import backend as hopper_backend
 from flashjax.kernels.hopper import config as hopper_config
+from flashjax.kernels.hopper.backward_config import BackwardConfig as HopperBackward
 from flashjax.kernels.triton import Triton
 from flashjax.kernels.triton import backend as triton_backend
 from flashjax.kernels.triton.config import BackwardConfig, ForwardConfig
@@ -271,6 +272,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> Non
     forward, query = ForwardConfig(16, 32, 4, 1), ForwardConfig(32, 16, 4, 1)
     backward = BackwardConfig(16, 32, 4, 2, query)
     hopper = hopper_config.ForwardConfig(128, 64, 2, False, 0)
+    fused = HopperBackward(64, 128, 2)
     monkeypatch.setattr(hopper_backend, "forward_configs", lambda *_: (hopper,))
+    monkeypatch.setattr(hopper_backend, "backward_configs", lambda *_: (fused,))
     monkeypatch.setattr(triton_backend, "forward_configs", lambda *_: (forward,))
     monkeypatch.setattr(triton_backend, "backward_configs", lambda *_: (backward,))

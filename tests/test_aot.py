@@ -153,7 +153,8 @@ def test_every_capability_is_a_target_and_all_that_is_offered_is_compiled() -> N
         for name in aot.PASSES:
             made = [p.config for p in found if (p.call, p.name) == (call, name)]
             assert made == list(call.offered(name))
-            assert len(set(map(str, made))) == len(made) > 0
+            assert len(set(map(str, made))) == len(made)
+            assert made or (name == "fused" and call.head_dim > 128)
 
 
 def test_filters_pick_programs() -> None:

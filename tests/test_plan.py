@@ -56,21 +56,23 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "forward"),
+    ("capability", "dtype", "width", "forward", "backward"),
     [
-        ("9.0", jnp.bfloat16, "mosaic"),
-        ("9.0", jnp.float16, "mosaic"),
-        ("9.0", jnp.float32, "triton"),
-        ("8.0", jnp.bfloat16, "triton"),
+        ("9.0", jnp.bfloat16, 64, "mosaic", "mosaic"),
+        ("9.0", jnp.float16, 128, "mosaic", "mosaic"),
+        ("9.0", jnp.bfloat16, 256, "mosaic", "triton"),
+        ("9.0", jnp.float32, 64, "triton", "triton"),
+        ("8.0", jnp.bfloat16, 64, "triton", "triton"),
     ],
 )
-def test_the_kernels_that_a_device_gets(capability: str, dtype: Any, forward: str) -> None:
-    """The Hopper kernels have a forward alone: the backward of such a call is Triton's."""
-    x = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
+def test_the_kernels_that_a_device_gets(
+    capability: str, dtype: Any, width: int, forward: str, backward: str
+) -> None:
+    x = jax.ShapeDtypeStruct((1, 256, 2, width), dtype)
     device = Device("cuda", "NVIDIA GPU", capability)
     found = flashjax.explain(x, x, x, is_causal=True, device=device).plan
     assert found is not None
-    assert (found.forward.implementation, found.backward.implementation) == (forward, "triton")
+    assert (found.forward.implementation, found.backward.implementation) == (forward, backward)
 
 
 @pytest.mark.parametrize("capability", [None, "90", "sm_90"])

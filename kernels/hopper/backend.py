@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from flashjax.backend import Config, Device, OtherDevice, other_gpu
 from flashjax.kernels.functions import unknown_function
+from flashjax.kernels.hopper.backward import backward
+from flashjax.kernels.hopper.backward_config import LARGEST, BackwardConfig, backward_configs
 from flashjax.kernels.hopper.config import (
     CAPABILITIES,
     ROWS,
     ForwardConfig,
     forward_configs,
+    padded_head_dim,
 )
 from flashjax.kernels.hopper.forward import forward
 from flashjax.kernels.hopper.replay import MOSAIC
@@ -39,10 +42,10 @@ class Hopper:
             other = other_gpu(device, "Mosaic GPU", CAPABILITIES)
             if other is not None:
                 return other
-        if backward:
-            return OtherDevice("the Mosaic GPU kernels of this version have no backward")
-        reason = _wrong_operands(spec) or unknown_function(spec, MOSAIC, backward=False)
-        if reason is None and not self.configs(spec, device):
+        reason = _wrong_operands(spec) or unknown_function(spec, MOSAIC, backward=backward)
+        if reason is None and backward:
+            reason = _without_backward(spec)
+        if reason is None and not self.configs(spec, device, backward=backward):
             reason = (
                 f"head dims {spec.head_dim} and {spec.value_dim} fit no tile of the kernels in the "
                 "shared memory of Hopper"
@@ -50,7 +53,7 @@ class Hopper:
         return reason
 
     def configs(self, spec: Spec, device: Device, *, backward: bool = False) -> tuple[Config, ...]:
-        return () if backward else forward_configs(spec, device.kind)
+        return backward_configs(spec) if backward else forward_configs(spec, device.kind)
 
     def forward(
         self, spec: Spec, config: Config, operands: Operands
@@ -61,8 +64,20 @@ class Hopper:
         found = forward(spec, config, cast_varying(operands, axes), interpret=self.interpret)
         return cast_varying(found, axes)
 
-    def backward(self, *_: Any) -> NoReturn:
-        raise NotImplementedError("the Mosaic GPU kernels have no backward")
+    def backward(
+        self,
+        spec: Spec,
+        config: Config,
+        operands: Operands,
+        lse: jax.Array,
+        delta: jax.Array,
+        d_out: jax.Array,
+    ) -> Operands:
+        assert isinstance(config, BackwardConfig)
+        given = (operands, lse, delta, d_out)
+        axes = varying_axes(given)
+        found = backward(spec, config, *cast_varying(given, axes), interpret=self.interpret)
+        return cast_varying(found, axes)
 
 
 BACKEND = Hopper()
@@ -70,6 +85,19 @@ BACKEND = Hopper()
 
 # What users call the fields of `Operands`.
 _ARGUMENTS = {"mask": "mask or segment_ids", "score": "score_mod"}
+
+
+def _without_backward(spec: Spec) -> OtherDevice | None:
+    """Whose backward is another backend's: kernels too, so that nobody is warned."""
+    if spec.deterministic_backward:
+        return OtherDevice("deterministic_backward=True: the backward adds dQ in any order")
+    more = sorted(spec.wanted - {"query", "key", "value", "sinks"})
+    if more:
+        return OtherDevice(f"the backward makes no gradient of {', '.join(more)}")
+    largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
+    if largest > LARGEST:
+        return OtherDevice(f"the backward takes head dims up to {LARGEST}; this call has {largest}")
+    return None
 
 
 def _wrong_operands(spec: Spec) -> str | None:

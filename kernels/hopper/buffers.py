@@ -62,6 +62,13 @@ class Tiles:
         """Tile `i` as products read it."""
         return [self.read.at[i, part, rows] for part in range(len(self.buffer.widths))]
 
+    def parts_of(self, i: Any, begin: int, size: int) -> list[Any]:
+        """Of :meth:`parts`, the dims from `begin` on, `size` of them."""
+        width = self.buffer.widths[0]
+        if self.buffer.ragged:
+            return self.parts(i)[begin // width : (begin + size) // width]
+        return [self.read.at[i, 0, :, pl.ds(begin, size)]]
+
     def copies(self, i: Any, dims: Any, rows: Any = slice(None)) -> list[tuple[Any, Any]]:
         """(dims, part of tile `i` that they are copied to or from)."""
         begin, wide = dims.start, self.buffer.widths[0]

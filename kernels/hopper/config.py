@@ -219,7 +219,7 @@ def _mean_walk(mask: Any, rows: Blocks, columns: Blocks) -> float:
     """Tiles that a block of rows visits on average; all of them, where only arrays tell."""
     if jax.tree.leaves(mask):
         return columns.count
-    partial, full = visited(mask, rows, columns, masked=False)
+    partial, full = visited(mask, rows, columns, "rows", masked=False)
     return float(np.mean(partial + full))
 
 

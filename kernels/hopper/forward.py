@@ -57,6 +57,7 @@ def forward(
             rows,
             columns,
             staged=bool(staged(spec, config)),
+            transposed=False,
             room=config.consumers < 3,
             interpreted=interpret is not None,
         ),

@@ -1,4 +1,4 @@
-"""Which block of rows of which head a program works on, and in which order."""
+"""Which block of which head a program works on, and in which order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Block of rows, head and batch member of an item; None where no item of the call is cut."""
+    """Block, head and batch member of an item; no piece where no item of the call is cut."""
 
     block: Any
     head: Any
@@ -50,7 +50,8 @@ class Items:
     Under Causal the longest walks thus come first, and neighbours share keys and values in L2.
     Where the host can tell how long each walk is, `programs` programs share the items out so that
     all end together (`shares`), `overlapping` where an item begins before the one before it ends.
-    With `together`, an item is of so many heads, and so many programs count as one.
+    With `together`, an item is of so many heads, and so many programs count as one. The items of
+    blocks of columns are of key heads, and their first blocks come first.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Items:
         *,
         overlapping: bool = False,
     ) -> None:
-        self._spec, self.together = spec, together
+        self._walker, self.together = walker, together
+        self._all_heads = spec.heads if walker.axis == "rows" else spec.key_heads
         self.blocks, self.heads = walker.own.count, heads // together
-        self.count = self.blocks * spec.heads * spec.batch // together
+        self.count = self.blocks * self._all_heads * spec.batch // together
         self.parts: list[Part] = []
         self.arrays: list[jax.Array] = []
         self.shared, self.programs = False, self.count
@@ -88,10 +90,10 @@ class Items:
         self, item: Any, div: Callable[..., Any], rem: Callable[..., Any]
     ) -> tuple[Any, Any, Any]:
         section, heads = np.int32(self.blocks * self.heads), np.int32(self.heads)
-        n = np.int32(self._spec.heads // self.together)
+        n = np.int32(self._all_heads // self.together)
         inner = rem(item, section)
         member = div(item, section) * heads + rem(inner, heads)
-        block = np.int32(self.blocks - 1) - div(inner, heads)
+        block = self._walker.block(div(inner, heads))
         return block, rem(member, n) * np.int32(self.together), div(member, n)
 
     def place(self, refs: Any, i: Any) -> Place:

@@ -129,11 +129,11 @@ class Call:
 
     @property
     def head_dims(self) -> Any:
-        return _all_of(self.spec.head_dim)
+        return all_of(self.spec.head_dim)
 
     @property
     def value_dims(self) -> Any:
-        return _all_of(self.spec.value_dim)
+        return all_of(self.spec.value_dim)
 
     @property
     def paired(self) -> bool:
@@ -191,7 +191,7 @@ class Call:
         return found
 
 
-def _all_of(dim: int) -> Any:
+def all_of(dim: int) -> Any:
     """A head dim as the tiles have it: TMA reads 0 past the end, and writes nothing there."""
     padded = padded_head_dim(dim)
     # Pallas takes a slice past the end where the start is not known.

@@ -15,7 +15,7 @@ from jax import lax
 from flashjax.kernels import tile
 from flashjax.kernels.hopper.cap import capped, expands
 from flashjax.kernels.hopper.config import is_matrix
-from flashjax.kernels.hopper.layouts import COLUMN, ROW, TILE
+from flashjax.kernels.hopper.layouts import TILE, VECTORS
 from flashjax.kernels.hopper.replay import MOSAIC
 from flashjax.kernels.tile import Tile, cap_of
 from flashjax.masks import Blocks
@@ -65,15 +65,16 @@ class Leaf:
         of_rows, of_columns = self.shape[2] != 1, self.shape[3] != 1
         rows, columns = pl.ds(tile.row, tile.rows), pl.ds(tile.column, tile.columns)
         if of_rows and of_columns:
-            found: jax.Array = plgpu.load(
-                ref.at[*lead, rows, columns], layout=TILE, optimized=False
-            )
+            both = (columns, rows) if tile.transposed else (rows, columns)
+            found: jax.Array = plgpu.load(ref.at[*lead, *both], layout=TILE, optimized=False)
             return found
         if of_rows:
-            vector = plgpu.load(ref.at[*lead, rows, 0], layout=ROW, optimized=False)
+            layout = VECTORS[tile.row_axis]
+            vector = plgpu.load(ref.at[*lead, rows, 0], layout=layout, optimized=False)
             return tile.of_rows(vector)
         if of_columns:
-            vector = plgpu.load(ref.at[*lead, 0, columns], layout=COLUMN, optimized=False)
+            layout = VECTORS[tile.column_axis]
+            vector = plgpu.load(ref.at[*lead, 0, columns], layout=layout, optimized=False)
             return tile.of_columns(vector)
         scalar: jax.Array = ref[*lead, 0, 0]
         return scalar
@@ -87,8 +88,9 @@ def exp2(x: jax.Array, unit: float, shift: jax.Array | None) -> jax.Array:
 class Scorer(tile.Scorer):
     """The operands of a call whose tiles are of `rows` and `columns`.
 
-    With `staged`, those of rows × columns come through shared memory. With `room` there are
-    registers for two ways to cap.
+    With `staged`, those of rows × columns come through shared memory; `transposed` tiles want them
+    swapped: a load takes pairs along its second axis. With `room` there are registers for two ways
+    to cap.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Scorer(tile.Scorer):
         columns: Blocks,
         *,
         staged: bool,
+        transposed: bool,
         room: bool,
         interpreted: bool,
     ) -> None:
@@ -123,7 +126,8 @@ class Scorer(tile.Scorer):
                 ]
             pads = [(0, 0), (0, 0), *((0, more) for more in after)]
             padded = jnp.pad(x, pads) if any(after) else x
-            return padded, Leaf(padded.shape, boolean)
+            found = Leaf(padded.shape, boolean)
+            return padded.swapaxes(2, 3) if transposed and is_matrix(x) else padded, found
 
         super().__init__(spec, operands, leaf, MOSAIC, exp2)
 

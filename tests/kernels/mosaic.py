@@ -1,11 +1,12 @@
 """What JAX's interpreter of Mosaic GPU kernels lacks of Hopper, for tests alone (0.11.2, 0.12.0.1).
 
-It has no stores to accumulators in registers, no product with a left side in registers, and does
-not look for races in what products read. All of it is private to JAX: where one of these names is
-gone, `install` fails and says which.
+It has no stores to accumulators in registers, no product with a left side in registers, no sums in
+global memory by TMA, and does not look for races in what products read. All of it is private to
+JAX: where one of these names is gone, `install` fails and says which.
 """
 
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ LOAD, STORE = primitives.wgmma_accumulator_deref_p, primitives.wgmma_accumulator
 
 _interpret = Interpreter.interpret
 _load = Interpreter._interpret_wgmma_accumulator_deref_p
+_copy = gpu_callbacks.copy_smem_to_gmem
+_one_adds = threading.Lock()
 
 
 def params() -> Any:
@@ -34,6 +37,7 @@ def install() -> None:
     Interpreter.interpret = interpret
     Interpreter._interpret_wgmma_accumulator_deref_p = load_or_store
     Interpreter._interpret_wgmma_ref_p = product
+    gpu_callbacks.copy_smem_to_gmem = copy_or_add
 
 
 def races_found() -> bool:
@@ -150,5 +154,46 @@ def _multiplied(source: Any, *, token: Any, mesh: Any, thread: Any, operands: An
     left = np.asarray(a[0]) if a[1] is None else where.read(a, clock)[2]
     right = where.read(b, clock)[2]
     key, place, before = where.read(acc)
-    where.store(key, place, before + np.matmul(left, right, dtype=before.dtype))
+    with np.errstate(invalid="ignore"):  # infinities that are hidden later
+        where.store(key, place, before + np.matmul(left, right, dtype=before.dtype))
     return token
+
+
+class Add(gpu_callbacks.AsyncCopySmemToGmemTask):  # type: ignore[misc]
+    """What TMA adds: its read may race, its sum may not."""
+
+    def __call__(self, tma_thread_id: int) -> None:
+        memory = gpu_callbacks._get_shared_memory()
+        here = self.src_allocation_key, self.src_access
+        there = self.dst_allocation_key, self.dst_access
+        logged = {"logging_info": self.logging_info}
+        with _one_adds:
+            self.pre_read(tma_thread_id, memory)
+            own, before = (
+                memory.get_buffer_content(*place, self.thread, **logged)[0]
+                for place in (here, there)
+            )
+            memory.store_buffer_content(*there, before + own, self.thread, **logged)
+            if memory.detect_races:
+                self.clock.inc(tma_thread_id)
+                self.write_clock = self.clock.copy()
+            self.post_write(tma_thread_id, memory)
+
+
+@gpu_callbacks.fail_on_exception
+def copy_or_add(*, reduction_op: Any, **operands: Any) -> Any:
+    """From shared to global memory."""
+    if reduction_op is None:
+        return _copy(reduction_op=None, **operands)
+    assert reduction_op == "add"
+    assert operands["predicate"] is None
+    memory, thread = gpu_callbacks._get_shared_memory(), operands["thread"]
+    ends = []
+    for end in ("src", "dst"):
+        key = KEY(operands[f"{end}_allocation_key_as_array"])
+        own = gpu_callbacks._remove_noop_transforms(operands[f"{end}_transforms"])
+        ends += [key, memory.access(key, jax.tree.map(int, own))]
+    clock = memory.incr_clock(thread) if memory.detect_races else None
+    task = Add(operands["mesh_location"], thread, *ends, operands["source_info"], clock=clock)
+    memory.execute_async_task(task)
+    return operands["token"]

@@ -1,0 +1,100 @@
+"""Configurations of the Hopper backward, and which of them fit a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from flashjax import backend
+from flashjax.kernels.hopper.config import (
+    ALIGNMENT,
+    BESIDE,
+    BESIDE_MASKED,
+    MOST_HEADS,
+    ROWS,
+    SHARED_MEMORY,
+    padded_head_dim,
+)
+from flashjax.spec import Spec
+from flashjax.structure import is_blocked
+
+CONSUMERS = 2
+COLUMNS = CONSUMERS * ROWS  # of a program: 64 for each consumer
+LARGEST = 128  # of the padded head dims: two warpgroups' registers hold dK and dV up to here
+SCORES = 2  # tiles of dS that there is memory for
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig(backend.Config):
+    """A program keeps `columns` while blocks of `rows` stream through `stages` buffers."""
+
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, {self.stages} stages"
+
+
+# Rows and stages by the larger of the padded head dims, best first.
+BACKWARD: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((128, 2), (64, 2)),
+    96: ((64, 2),),
+    128: ((64, 2),),
+}
+
+
+def _register_rich(spec: Spec, rows: int) -> bool:
+    """Whether so many rows take more registers than there are: tiles of what is not plain do."""
+    shapes = spec.shapes
+    plain = shapes.bias is None and shapes.score is None and not spec.dropout_rate
+    return rows > ROWS and not plain
+
+
+def shared_memory(spec: Spec, config: BackwardConfig) -> int:
+    """Bytes that one program takes."""
+    head, value = padded_head_dim(spec.head_dim), padded_head_dim(spec.value_dim)
+    item = jnp.dtype(spec.dtype).itemsize
+    parts = [
+        config.columns * head * item,
+        config.columns * value * item,
+        config.stages * config.rows * head * item,
+        config.stages * config.rows * value * item,
+        SCORES * config.rows * config.columns * item,
+        config.rows * head * 4,
+        *[4 * config.stages * config.rows] * 2,
+        ALIGNMENT,  # barriers
+    ]
+    return sum(-(-part // ALIGNMENT) * ALIGNMENT for part in parts)
+
+
+def backward_configs(spec: Spec) -> tuple[BackwardConfig, ...]:
+    """What fits, best first."""
+    largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
+    found = (BackwardConfig(rows, COLUMNS, stages) for rows, stages in BACKWARD.get(largest, ()))
+    fit = (
+        config
+        for config in found
+        if shared_memory(spec, config) <= SHARED_MEMORY and _within_blocks(spec, config.rows)
+    )
+    return tuple(sorted(fit, key=lambda config: _register_rich(spec, config.rows)))
+
+
+def _within_blocks(spec: Spec, rows: int) -> bool:
+    """Whether a consumer's tiles lie within the blocks of every operand that has some."""
+    leaves = jax.tree.leaves(spec.shapes.mask, is_leaf=is_blocked)
+    return all(
+        x.block_rows % rows == 0 and x.block_columns % ROWS == 0 for x in leaves if is_blocked(x)
+    )
+
+
+def key_heads_beside(spec: Spec) -> int:
+    """How many key heads' blocks lie beside one another, as `heads_beside` counts them.
+
+    What their programs share are queries and dO.
+    """
+    row = (spec.head_dim + spec.value_dim) * jnp.dtype(spec.dtype).itemsize * spec.group
+    fit = (BESIDE if spec.shapes.mask is None else BESIDE_MASKED) // max(1, spec.rows * row)
+    fit = max(1, min(MOST_HEADS // spec.group, fit))
+    return math.gcd(1 << (fit.bit_length() - 1), spec.batch * spec.key_heads)

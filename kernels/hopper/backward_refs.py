@@ -1,0 +1,150 @@
+"""What the parts of the backward share: the call as it is traced, and the memory it works in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax.kernels.hopper.backward_config import COLUMNS, SCORES, BackwardConfig
+from flashjax.kernels.hopper.buffers import Buffer
+from flashjax.kernels.hopper.config import ROWS, padded_head_dim, ragged, swizzle_elements
+from flashjax.kernels.hopper.items import Items
+from flashjax.kernels.hopper.refs import Barriers, all_of
+from flashjax.kernels.hopper.tile import Scorer
+from flashjax.kernels.hopper.walk import Walker
+from flashjax.spec import Spec
+
+
+class Buffers(NamedTuple):
+    """Tiles in shared memory: K and V of the block, Q and dO of stages, dS of columns × rows."""
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    ds: Any
+
+
+class Refs(NamedTuple):
+    """Global memory, shared memory and barriers of one program."""
+
+    query: Any
+    key: Any
+    value: Any
+    d_out: Any
+    shift: Any  # what the rows' exponents subtract; where it folds, what products begin at
+    delta: Any
+    own: Any  # the scorer's operands
+    path: Any  # the walker's
+    d_query: Any  # sums in float32, of heads before rows
+    d_key: Any
+    d_value: Any
+    tiles: Buffers
+    dq: Any  # of each consumer: its share on its way out
+    row_shift: Any  # of stages
+    row_delta: Any
+    block_bar: Any  # K and V have come
+    q_bar: Barriers  # of Q and its rows' vectors
+    do_bar: Barriers
+    ds_bar: Any  # both consumers' part of dS is there
+    done: Any  # both are through with K
+
+
+class Share(NamedTuple):
+    """Which rows and which head dims of a block's dQ a consumer makes: begin and size."""
+
+    rows: tuple[int, int]
+    dims: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call as its kernel is traced."""
+
+    spec: Spec
+    config: BackwardConfig
+    scorer: Scorer
+    walker: Walker
+    items: Items
+    interpret: Any
+
+    def refs(self, refs: tuple[Any, ...]) -> Refs:
+        every: list[Any]
+        rest, parts = list(refs[6:]), []
+        for owner in (self.scorer, self.walker):
+            n = len(owner.arrays)
+            parts.append(rest[:n])
+            rest = rest[n:]
+        d_query, d_key, d_value, memory, *rest = rest
+        tiles = Buffers(*(b.of(ref) for b, ref in zip(self.buffers, memory, strict=True)))
+        every = [*refs[:6], *parts, d_query, d_key, d_value, tiles, *rest]
+        return Refs(*every)
+
+    @property
+    def buffers(self) -> Buffers:
+        spec, config = self.spec, self.config
+        head, value = padded_head_dim(spec.head_dim), padded_head_dim(spec.value_dim)
+        wide = swizzle_elements(head)
+        if self.halves_dims and wide == head:
+            wide //= 2  # each half is made of whole swizzled tiles
+        ways = jnp.dtype(spec.dtype), ragged(spec), self.interpret is not None
+        k = Buffer(1, config.columns, head, wide, *ways)
+        v = Buffer(1, config.columns, value, swizzle_elements(value), *ways)
+        q, do = (dataclasses.replace(x, count=config.stages, rows=config.rows) for x in (k, v))
+        # Both sides of dS · K have one swizzle.
+        ds = dataclasses.replace(k, count=SCORES, dim=config.rows, ragged=False)
+        return Buffers(k, v, q, do, ds)
+
+    @property
+    def halves_dims(self) -> bool:
+        """Whether the consumers share out dQ by head dims, not by rows."""
+        return self.config.rows == ROWS
+
+    def share(self, consumer: int) -> Share:
+        head, wide = padded_head_dim(self.spec.head_dim), self.buffers.k.wide
+        if not self.halves_dims:
+            return Share((consumer * ROWS, ROWS), (0, head))
+        first = -(-head // 2 // wide) * wide
+        return Share((0, self.config.rows), (first, head - first) if consumer else (0, first))
+
+    @property
+    def folds(self) -> bool:
+        """Whether products begin at −shift and −Δ: where nothing comes between them and exponents.
+
+        Their instructions are then spared, and the registers of both vectors.
+        """
+        return self.scorer.folded and not self.spec.dropout_rate
+
+    @property
+    def head_dims(self) -> Any:
+        return all_of(self.spec.head_dim)
+
+    @property
+    def value_dims(self) -> Any:
+        return all_of(self.spec.value_dim)
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.config.stages))
+
+    def rows(self, tile: Any) -> Any:
+        return pl.ds(tile * self.config.rows, self.config.rows)
+
+    def columns(self, block: Any) -> Any:
+        return pl.ds(block * COLUMNS, COLUMNS)
+
+    def first_head(self, key_head: Any) -> Any:
+        """Of the query heads of a key head."""
+        return key_head if self.spec.group == 1 else key_head * jnp.int32(self.spec.group)
+
+    def each_head(self, key_head: Any, body: Any, carry: Any) -> Any:
+        """``body(head, carry)`` gives the carry; over the query heads of a key head."""
+        group, first = self.spec.group, self.first_head(key_head)
+        if group == 1:
+            return body(key_head, carry)
+        return lax.fori_loop(
+            jnp.int32(0), jnp.int32(group), lambda g, carry: body(first + g, carry), carry
+        )

@@ -1,0 +1,236 @@
+"""The 64 columns of a block that one warpgroup has: their dK and dV, and its share of dQ."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax.kernels.hopper.backward_config import CONSUMERS, SCORES
+from flashjax.kernels.hopper.backward_refs import Call, Refs
+from flashjax.kernels.hopper.config import REGISTERS, ROWS
+from flashjax.kernels.hopper.items import Place
+from flashjax.kernels.hopper.layouts import COLUMN, TILE
+from flashjax.kernels.tile import Reader, Tile
+
+
+def consume(call: Call, refs: Refs, consumer: int) -> None:
+    """Takes each item of the program."""
+    plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
+    k, v = call.buffers.k, call.buffers.v
+    accumulators = [plgpu.ACC((ROWS, wide), jnp.float32) for wide in (*k.widths, *v.widths)]
+
+    def item(_i: Any, place: Place, _following: Any, _: Any) -> Any:
+        def run(*acc: Any) -> None:
+            count = len(k.widths)
+            Columns(call, refs, consumer, place).run(acc[:count], acc[count:])
+
+        pl.run_scoped(run, *accumulators)
+        return jnp.int32(0)
+
+    call.items.each([], item, lambda _: jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+class Rows(NamedTuple):
+    """One block of rows of one query head."""
+
+    block: Any
+    head: Any
+
+
+class Step(NamedTuple):
+    """What is taken in at once."""
+
+    count: Any  # of the item's steps before it
+    rows: Rows
+    last: Rows  # of the step before
+    masked: bool
+    await_next: Callable[[], None]  # for the next step's queries
+
+
+class Columns:
+    """The columns of one item that are this consumer's."""
+
+    def __init__(self, call: Call, refs: Refs, consumer: int, place: Place) -> None:
+        self.call, self.refs, self.place = call, refs, place
+        self.mine = pl.ds(consumer * ROWS, ROWS)
+        self.first = place.block * call.config.columns + consumer * ROWS
+        self.share, self.dq = call.share(consumer), refs.dq[consumer]
+        (k,), (v,) = ([x.parts(0, self.mine)] for x in (refs.tiles.k, refs.tiles.v))
+        self.k, self.v = k, v
+
+    def run(self, dk_acc: Any, dv_acc: Any) -> None:
+        call, refs = self.call, self.refs
+        block, key_head, batch, _ = self.place
+        for acc in (*dk_acc, *dv_acc):
+            acc[...] = plgpu.layout_cast(jnp.zeros(acc.shape, jnp.float32), TILE)
+        plgpu.barrier_wait(refs.block_bar)
+        # What the first step finds of the one before: it adds 0 to its own rows.
+        none = plgpu.layout_cast(jnp.zeros((ROWS, call.config.rows), call.spec.dtype), TILE)
+        self.share_scores(jnp.int32(-1), none)
+
+        def head(n: Any, carry: Any) -> Any:
+            before, last = carry
+            walk = call.walker.at(refs.path, (batch, n), block)
+            reader = call.scorer.at(refs.own, (batch, n))
+
+            def await_query(t: Any) -> None:
+                @pl.when(t < walk.total)
+                def _() -> None:
+                    plgpu.barrier_wait(refs.q_bar.full.at[call.slot(before + t)])
+
+            def step(t: Any, last: Rows, masked: bool) -> Rows:
+                rows = Rows(walk.tile(t), n)
+                here = Step(before + t, rows, last, masked, lambda: await_query(t + 1))
+                self.step(here, reader, dk_acc, dv_acc)
+                return rows
+
+            await_query(jnp.int32(0))
+            for masked, begin, end in walk.all_loops():
+                last = lax.fori_loop(begin, end, functools.partial(step, masked=masked), last)
+            return before + walk.total, last
+
+        first = call.first_head(key_head)
+        start = Rows(call.walker.at(refs.path, (batch, first), block).tile(jnp.int32(0)), first)
+        count, last = call.each_head(key_head, head, (jnp.int32(0), start))
+        self.send(self.query_part(count - 1, lambda: None, pending=0), last)
+        self.finish(dk_acc, dv_acc)
+
+    def scores(self, count: Any) -> Any:
+        """The block's dSᵀ of a step."""
+        step = lax.rem(count + jnp.int32(SCORES), jnp.int32(SCORES))
+        (found,) = self.refs.tiles.ds.parts(step)
+        return found
+
+    def share_scores(self, count: Any, ds: jax.Array) -> None:
+        """Makes a step's dSᵀ known to both consumers."""
+        self.scores(count).at[self.mine][...] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.refs.ds_bar)
+
+    def step(self, here: Step, reader: Reader, dk_acc: Any, dv_acc: Any) -> None:
+        """Takes in one block of rows, and adds up dQ of the one before.
+
+        Thus no consumer waits for the other's part of dS.
+        """
+        refs, slot = self.refs, self.call.slot(here.count)
+        q, do = refs.tiles.q.parts(slot), refs.tiles.do.parts(slot)
+        p, ds = self.weigh(here, reader, q, do)
+        for acc, part in zip(dv_acc, do, strict=True):
+            plgpu.wgmma(acc, p, part)
+        self.share_scores(here.count, ds)
+        for acc, part in zip(dk_acc, q, strict=True):
+            plgpu.wgmma(acc, ds, part)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
+        plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
+
+    def weigh(self, here: Step, reader: Reader, q: Any, do: Any) -> tuple[jax.Array, jax.Array]:
+        """Pᵀ and dSᵀ, rounded."""
+        refs, config, folds = self.refs, self.call.config, self.call.folds
+        slot, dtype = self.call.slot(here.count), self.call.spec.dtype
+        row = here.rows.block * config.rows
+        tile = Tile(row, self.first, config.rows, ROWS, transposed=True, block=config.columns)
+
+        def vector(ref: Any) -> jax.Array:
+            found: jax.Array = plgpu.load(ref.at[slot], layout=COLUMN)
+            return found
+
+        def with_scores(s_acc: Any) -> Any:
+            if folds:
+                s_acc[...] = tile.of_rows(vector(refs.row_shift))
+            issue = functools.partial(meet, s_acc, self.k, q)
+            self.send(self.query_part(here.count - 1, issue, pending=len(q)), here.last)
+            plgpu.barrier_wait(refs.do_bar.full.at[slot])
+            # Its registers are those of dQ, which is on its way by now.
+            return pl.run_scoped(functools.partial(with_both, s_acc), products)
+
+        def with_both(s_acc: Any, dp_acc: Any) -> Any:
+            if folds:
+                dp_acc[...] = tile.of_rows(vector(refs.row_delta))
+            meet(dp_acc, self.v, do)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
+            scored = reader.score(s, tile, here.masked)
+            p = reader.weights(scored, None if folds else vector(refs.row_shift), tile)
+            p = lax.optimization_barrier(p)
+            # It also keeps the compiler from waiting for dP before the exponentials.
+            here.await_next()
+            if here.masked:  # 0 tells what is hidden, and takes no registers
+                scored = scored._replace(keep=p != 0)
+            d_p = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            delta = None if folds else vector(refs.row_delta)
+            pulled = reader.gradients(scored, p, delta, d_p, tile)
+            return pulled.weights.astype(dtype), pulled.products.astype(dtype)
+
+        products = plgpu.ACC(tile.shape, jnp.float32)
+        found: tuple[jax.Array, jax.Array] = pl.run_scoped(with_scores, products)
+        return found
+
+    def query_part(self, count: Any, then: Callable[[], None], pending: int) -> list[jax.Array]:
+        """This consumer's share of a step's dS · K, in the parts of K.
+
+        `then` issues other products: so many, which are left `pending`.
+        """
+        plgpu.barrier_wait(self.refs.ds_bar)
+        ds, (rows, dims) = self.scores(count), self.share
+        keys = self.refs.tiles.k.parts_of(0, *dims)
+
+        def products(*acc: Any) -> list[jax.Array]:
+            for part, own in zip(keys, acc, strict=True):
+                plgpu.wgmma(own, ds.at[:, pl.ds(*rows)].transpose((1, 0)), part)
+            then()
+            return [plgpu.wgmma_accumulator_load(own, wait_n=pending) for own in acc]
+
+        accumulators = [plgpu.ACC((ROWS, part.shape[1]), jnp.float32) for part in keys]
+        found: list[jax.Array] = pl.run_scoped(products, *accumulators)
+        return found
+
+    def send(self, found: list[jax.Array], of: Rows) -> None:
+        """Adds it to the sums in global memory."""
+        refs, (rows, dims) = self.refs, self.share
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the block before is out
+        begin = 0
+        for part in found:
+            self.dq.at[:, pl.ds(begin, part.shape[1])][...] = part
+            begin += part.shape[1]
+        plgpu.commit_smem()
+        there = pl.ds(of.block * self.call.config.rows + rows[0], rows[1])
+        plgpu.copy_smem_to_gmem(
+            self.dq,
+            refs.d_query.at[self.place.batch, of.head, there, pl.ds(*dims)],
+            reduction_op="add",
+        )
+
+    def finish(self, dk_acc: Any, dv_acc: Any) -> None:
+        """Sends dK and dV on their way through the memory of K and V."""
+        call, refs = self.call, self.refs
+        _, key_head, batch, _ = self.place
+        scale = call.spec.scale if call.scorer.folded else None
+        dk, dv = (
+            [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in own] for own in (dk_acc, dv_acc)
+        )
+        plgpu.barrier_arrive(refs.done)
+        plgpu.barrier_wait(refs.done)
+        columns = pl.ds(self.first, ROWS)
+        for found, tiles, there, dims, factor in (
+            (dk, refs.tiles.k, refs.d_key, call.head_dims, scale),
+            (dv, refs.tiles.v, refs.d_value, call.value_dims, None),
+        ):
+            for x, part in zip(found, tiles.parts(0, self.mine), strict=True):
+                part[...] = (x if factor is None else x * factor).astype(call.spec.dtype)
+            plgpu.commit_smem()
+            for own, part in tiles.copies(0, dims, self.mine):
+                plgpu.copy_smem_to_gmem(part, there.at[batch, columns, key_head, own])
+
+
+def meet(acc: Any, own: Any, streamed: Any) -> None:
+    """Adds the products of the columns' K or V with the rows' Q or dO."""
+    for a, b in zip(own, streamed, strict=True):
+        plgpu.wgmma(acc, a, b.transpose((1, 0)))

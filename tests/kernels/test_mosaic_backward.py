@@ -1,0 +1,196 @@
+"""The Hopper backward in JAX's interpreter of Mosaic GPU kernels, which raises at races."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flashjax
+from flashjax import plan
+from flashjax.backend import Device
+from flashjax.bind import Arguments, bind
+from flashjax.kernels.hopper import BACKEND, Hopper
+from flashjax.kernels.hopper.backward_config import BackwardConfig, shared_memory
+from flashjax.kernels.hopper.walk import Walker
+from flashjax.masks import Blocks, Causal
+from flashjax.spec import Spec
+from scripts.deviceless import abstract_mesh
+from tests.features import build
+from tests.inputs import BF16, F16, Case, Shape, arrays_of, case, jit, poisoned, said, same_bits
+from tests.kernels import mosaic
+from tests.oracle import Array
+
+H200 = Device("cuda", "NVIDIA H200", "9.0")
+NAMES = ("query", "key", "value")
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> Iterator[None]:
+    mosaic.install()
+    yield
+    mosaic.reset()
+
+
+def wanting(spec: Spec, *names: str) -> Spec:
+    return dataclasses.replace(spec, wanted=frozenset(names or NAMES))
+
+
+def gradients(case: Case, rows: int | None = None) -> dict[str, Array]:
+    """Of query, key and value, from the oracle's output and LSE; with tiles of so many rows."""
+    backend = Hopper(mosaic.params())
+
+    def run(inputs: Any, operands: Any, arrays: Any, out: Any, lse: Any, cotangents: Any) -> Any:
+        bound = bind(*inputs, Arguments(**said(case, operands, arrays)))
+        spec, (d_out, d_lse) = wanting(bound.spec), cotangents
+        assert backend.unsupported(spec, H200, backward=True) is None
+        config: Any = backend.configs(spec, H200, backward=True)[0]
+        config = dataclasses.replace(config, rows=rows or config.rows)
+        products = jnp.where(out == 0, 0, out * d_out.astype(jnp.float32)).sum(-1)
+        delta = jnp.where(lse == -jnp.inf, 0, products - d_lse).swapaxes(1, 2)
+        return backend.backward(spec, config, bound.operands, lse.swapaxes(1, 2), delta, d_out)
+
+    reference = case.judge.reference
+    out, lse = (reference[name].astype(np.float32) for name in ("out", "lse"))
+    inputs = case.query, case.key, case.value
+    arrays = arrays_of(case.arguments)
+    found = jit(run)(inputs, dict(case.operands), arrays, out, lse, case.cotangents)
+    assert not mosaic.races_found()
+    return {name: np.asarray(getattr(found, name)) for name in NAMES}
+
+
+# Parts of a call, its shape and dtype, rows of a tile.
+CASES: dict[str, tuple[tuple[str, ...], Shape, Any, int | None]] = {
+    "full": ((), Shape(1, 256, 256, 1, 1, 64, 64), BF16, None),
+    "wide": ((), Shape(1, 128, 256, 2, 2, 128, 128), BF16, None),
+    "causal, grouped": (("is_causal",), Shape(1, 200, 200, 4, 2, 64, 64), F16, None),
+    "ragged": (("is_causal",), Shape(1, 150, 203, 2, 1, 128, 128), BF16, None),
+    "columns end with a warpgroup": ((), Shape(1, 70, 192, 1, 1, 64, 64), BF16, 64),
+    "window, head dims of no tile": (("window",), Shape(1, 130, 190, 2, 2, 80, 20), F16, None),
+    "a wide value": ((), Shape(2, 72, 136, 1, 1, 64, 128), BF16, None),
+    "a narrow value": (("sinks",), Shape(1, 72, 136, 1, 1, 128, 40), BF16, None),
+    "dropped, capped": (
+        ("is_causal", "dropout", "soft_cap"), Shape(1, 140, 140, 2, 1, 64, 64), BF16, 128,
+    ),
+    "documents, modified": (
+        ("segments", "is_causal", "dropout", "score_mod"), Shape(2, 140, 140, 2, 1, 24, 40),
+        BF16, None,
+    ),
+    "arrays": (
+        ("lengths", "boolean_per_head", "bias (N,1,S)", "traced_scale"),
+        Shape(2, 70, 130, 2, 1, 64, 64), BF16, None,
+    ),
+    "whole tiles of operands": (
+        ("boolean_per_head", "bias (1,N,T,S)"), Shape(1, 100, 130, 2, 1, 64, 64), BF16, None,
+    ),
+    "two ranges": (("sink_tokens_and_window",), Shape(1, 200, 200, 2, 1, 64, 64), BF16, 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str) -> None:
+    names, shape, dtype, rows = CASES[name]
+    made = build(shape, names, dtype)
+    made.judge.hold(gradients(made, rows))
+
+
+def test_scores_far_below_0() -> None:
+    """Exponentials of what lies beyond the last column would be infinite."""
+    made = case(Shape(1, 40, 70, 1, 1, 64, 64), BF16)
+    query, key = np.array(made.query), np.array(made.key)
+    query[..., 0], key[..., 0] = 8, -150  # √H
+    made = Case(query, key, made.value)
+    made.judge.hold(gradients(made))
+
+
+@pytest.mark.parametrize("sinks", [(), ("sinks",)])
+def test_what_is_hidden_never_arrives(sinks: tuple[str, ...]) -> None:
+    """The same bits with NaN in rows that see nothing and in columns that no row sees."""
+    clean = build(Shape(2, 34, 140, 2, 1, 64, 64), ("lengths", *sinks), BF16, seed=1)
+    keep = np.broadcast_to(clean.options["keep"], clean.shape.logits)
+    rows, columns = ~keep.any((1, 3)), ~keep.any((1, 2))
+    assert rows.any()
+    assert columns.any()
+    spoilt = Case(
+        poisoned(clean.query, rows),
+        poisoned(clean.key, columns),
+        poisoned(clean.value, columns, np.inf),
+        arguments=clean.arguments,
+        options=clean.options,
+        operands=clean.operands,
+    )
+    d_out, d_lse = clean.cotangents
+    # What a cached property of either would be made of.
+    spoilt.__dict__["cotangents"] = poisoned(d_out, rows), d_lse
+    spoilt.__dict__["judge"] = clean.judge
+    expected = gradients(clean)
+    clean.judge.hold(expected)
+    for name, x in gradients(spoilt).items():
+        assert same_bits(x, expected[name]), name
+
+
+def spec_of(width: int, value: int, **arguments: Any) -> Spec:
+    x = jax.ShapeDtypeStruct((1, 1024, 8, width), BF16)
+    v = jax.ShapeDtypeStruct((1, 1024, 8, value), BF16)
+    found: list[Spec] = []
+    jax.eval_shape(lambda q, v: found.append(bind(q, q, v, Arguments(**arguments)).spec), x, v)
+    return found[0]
+
+
+@pytest.mark.parametrize(("width", "value"), [(64, 64), (96, 96), (128, 128), (20, 128)])
+def test_a_configuration_is_offered_and_fits(width: int, value: int) -> None:
+    spec = wanting(spec_of(width, value, is_causal=True))
+    offered = BACKEND.configs(spec, H200, backward=True)
+    assert offered
+    for config in offered:
+        assert isinstance(config, BackwardConfig)
+        assert shared_memory(spec, config) <= 227 * 1024
+
+
+def test_what_it_cannot_do_triton_does() -> None:
+    """And the forward stays."""
+    others = {
+        "head dims up to 128": wanting(spec_of(256, 256)),
+        "deterministic_backward=True": wanting(spec_of(64, 64, deterministic_backward=True)),
+        "no gradient of bias": wanting(spec_of(64, 64), "query", "bias"),
+    }
+    for words, spec in others.items():
+        made = plan.plan(spec, "mosaic", H200)
+        assert (made.forward.implementation, made.backward.implementation) == ("mosaic", "triton")
+        ((name, reason),) = [x for x in made.backward.refused if x[0] == "mosaic"]
+        assert words in reason, name
+    made = plan.plan(wanting(spec_of(64, 64), "query", "sinks"), None, H200)
+    assert made.backward.implementation == "mosaic"
+
+
+def test_walks_of_columns_take_every_tile_once() -> None:
+    """FULL tiles count as PARTIAL where a block hangs over the last column."""
+    spec, rows, columns = spec_of(64, 64), Blocks(1000, 64), Blocks(1000, 128)
+    walker = Walker(spec, Causal(), rows, columns, "columns")
+    for block in range(columns.count):
+        walk = walker.at([], (0, 0), jnp.int32(block))
+        taken = [
+            (int(walk.tile(t)), masked)
+            for masked, begin, end in walk.all_loops()
+            for t in range(int(begin), int(end))
+        ]
+        assert sorted(tile for tile, _ in taken) == list(range(2 * block, rows.count))
+        first_full = 2 * (block + 1) if block < columns.count - 1 else rows.count
+        inside = {tile for tile, masked in taken if not masked}
+        assert inside == set(range(first_full, rows.count - 1))  # the last row block is ragged
+
+
+@pytest.mark.parametrize(("rows", "width"), [(8, 64), (1, 128), (77, 64), (77, 96), (256, 128)])
+def test_any_length_lowers_for_a_gpu(rows: int, width: int) -> None:
+    x = jax.ShapeDtypeStruct((1, rows, 2, width), BF16)
+
+    def loss(q: Any) -> Any:
+        out = flashjax.dot_product_attention(q, q, q, is_causal=True, implementation="mosaic")
+        return out.astype(jnp.float32).sum()
+
+    with jax.sharding.use_abstract_mesh(abstract_mesh("9.0")):
+        lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
+    assert "flashjax_backward" in lowered.as_text()
