@@ -194,3 +194,21 @@ def test_any_length_lowers_for_a_gpu(rows: int, width: int) -> None:
     with jax.sharding.use_abstract_mesh(abstract_mesh("9.0")):
         lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
     assert "flashjax_backward" in lowered.as_text()
+
+
+def test_strict_promotion() -> None:
+    """Traced alone."""
+    shape = jax.ShapeDtypeStruct((1, 128, 4, 64), BF16)
+    key = jax.ShapeDtypeStruct((1, 128, 2, 64), BF16)
+    lse = jax.ShapeDtypeStruct((1, 4, 128), jnp.float32)
+
+    def run(q: Any, k: Any, lse: Any) -> Any:
+        bound = bind(q, k, k, Arguments(is_causal=True, logits_soft_cap=4.0))
+        backend, spec = Hopper(mosaic.params()), wanting(bound.spec)
+        (config,) = backend.configs(spec, H200, backward=True)[:1]
+        return backend.backward(spec, config, bound.operands, lse, lse, q)
+
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.eval_shape(run, shape, key, lse)
+    assert found.query.shape == shape.shape
+    assert found.key.dtype == jnp.bfloat16
