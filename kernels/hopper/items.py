@@ -49,8 +49,8 @@ class Items:
 
     Under Causal the longest walks thus come first, and neighbours share keys and values in L2.
     Where the host can tell how long each walk is, `programs` programs share the items out so that
-    all end together (`shares`), `overlapping` where an item begins before the one before it ends.
-    With `together`, an item is of so many heads, and so many programs count as one.
+    all end together; `gain` is as in `shares`. With `together`, an item is of so many heads, and so
+    many programs count as one.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Items:
         heads: int,
         together: int = 1,
         *,
-        overlapping: bool = False,
+        gain: float = 0.0,
     ) -> None:
         self._spec, self.together = spec, together
         self.blocks, self.heads = walker.own.count, heads // together
@@ -72,7 +72,7 @@ class Items:
         if programs and walker.lengths is not None:
             blocks, _, _ = self.places(np.arange(self.count))
             tiles = np.maximum(walker.lengths, 1)[blocks]
-            taken, self.parts = shared_out(tiles, programs, overlapping=overlapping)
+            taken, self.parts = shared_out(tiles, programs, gain=gain)
             self.shared = self.count > programs or bool(self.parts)
         if self.shared:
             self.programs = len(taken)
