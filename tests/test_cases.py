@@ -185,7 +185,7 @@ def eight(precision: Any) -> Case:
 
 
 @each
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=str)
 def test_case_09_x64_with_nan_and_infinity_checks(dtype: Any, implementation: Any) -> None:
     shape = Shape(1, 20, 24, 2, 1, 8, 8)
     row, column = grid(shape)

@@ -18,6 +18,7 @@ from flashjax.kernels.hopper.config import (
     CLUSTER,
     REGISTERS,
     ForwardConfig,
+    gain_of_parts,
     guards,
     heads_beside,
     heads_together,
@@ -68,7 +69,7 @@ def forward(
             config.programs // config.cluster,
             heads_beside(spec),
             together,
-            overlapping=config.ahead,
+            gain=gain_of_parts(spec, config),
         ),
         interpret,
     )

@@ -49,9 +49,9 @@ class Items:
 
     Under Causal the longest walks thus come first, and neighbours share keys and values in L2.
     Where the host can tell how long each walk is, `programs` programs share the items out so that
-    all end together (`shares`), `overlapping` where an item begins before the one before it ends.
-    With `together`, an item is of so many heads, and so many programs count as one. The items of
-    blocks of columns are of key heads, and their first blocks come first.
+    all end together; `gain` is as in `shares`. With `together`, an item is of so many heads, and so
+    many programs count as one. The items of blocks of columns are of key
+    heads, and their first blocks come first.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Items:
         heads: int,
         together: int = 1,
         *,
-        overlapping: bool = False,
+        gain: float = 0.0,
     ) -> None:
         self._walker, self.together = walker, together
         self._all_heads = spec.heads if walker.axis == "rows" else spec.key_heads
@@ -74,7 +74,7 @@ class Items:
         if programs and walker.lengths is not None:
             blocks, _, _ = self.places(np.arange(self.count))
             tiles = np.maximum(walker.lengths, 1)[blocks]
-            taken, self.parts = shared_out(tiles, programs, overlapping=overlapping)
+            taken, self.parts = shared_out(tiles, programs, gain=gain)
             self.shared = self.count > programs or bool(self.parts)
         if self.shared:
             self.programs = len(taken)

@@ -40,7 +40,8 @@ def merged(
 
     def weighed(i: int) -> jax.Array:
         both = parts[numbers[i], :, :, :dims].astype(jnp.float32)
-        return both.sum(1) * (weights[i] / safe)[..., None]
+        there = (numbers[i] >= 0)[:, None, None]  # what stands for a missing part may be NaN
+        return jnp.where(there, both.sum(1) * (weights[i] / safe)[..., None], 0.0)
 
     # One loop over what comes in, with no array of all parts in between.
     found = sum((weighed(i) for i in range(1, len(numbers))), weighed(0))

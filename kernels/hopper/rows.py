@@ -351,9 +351,15 @@ class Rows:
         self._send(lambda dims: parts.out.at[number, 0, rows, dims])
         plgpu.copy_smem_to_gmem(self.refs.l.at[self.mine], parts.lse.at[number, rows])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self._put(tuple(x - x.astype(self.call.spec.dtype).astype(jnp.float32) for x in out))
+        self._put(tuple(rest_of(x, self.call.spec.dtype) for x in out))
         plgpu.commit_smem()
         self._send(lambda dims: parts.out.at[number, 1, rows, dims])
+
+
+def rest_of(x: jax.Array, dtype: Any) -> jax.Array:
+    """What rounding leaves of `x`; of what is or becomes infinite nothing."""
+    rounded = x.astype(dtype).astype(jnp.float32)
+    return jnp.where(jnp.abs(rounded) < jnp.inf, x - rounded, 0.0)
 
 
 def accumulators(call: Call) -> list[Any]:

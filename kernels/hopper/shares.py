@@ -13,8 +13,6 @@ Costs = np.ndarray[Any, Any]
 OVERHEAD = 1.0
 # Cutting has to end a call so many tiles earlier: the parts' merge takes time too.
 WORTH = 12.0
-# And by this share of it, where items overlap.
-WORTH_OVERLAPPING = 0.05
 LEAST = 4  # tiles of a part
 # With more items a program the last round is less than a hundredth.
 MOST_ROUNDS = 64
@@ -35,17 +33,17 @@ class Shares(NamedTuple):
     parts: list[Part]
 
 
-def shared_out(tiles: Costs, programs: int, *, overlapping: bool = False) -> Shares:
+def shared_out(tiles: Costs, programs: int, *, gain: float = 0.0) -> Shares:
     """Shares of items that walk over so many tiles each; the costly ones should come first.
 
     Each item goes to the program with the least so far (Graham, 1969). Where it is worth it, those
-    that would end late are cut, to fill up all programs alike.
+    that would end late are cut, to fill up all programs alike; `gain` is the share of the time that
+    this has to save.
     """
     taken, loads = _whole(tiles, programs, np.inf)
     level = OVERHEAD + float(tiles.sum() + OVERHEAD * len(tiles)) / programs
     late = max(load for load, _ in loads) - level
-    worth = max(WORTH, WORTH_OVERLAPPING * level * overlapping)
-    if late <= worth or len(tiles) > MOST_ROUNDS * programs:
+    if late <= max(WORTH, gain * level) or len(tiles) > MOST_ROUNDS * programs:
         return Shares(taken, [])
     while True:
         found = _filled(tiles, programs, level)

@@ -16,6 +16,7 @@ from flashjax.kernels.hopper import BACKEND, Hopper, items, shares
 from flashjax.kernels.hopper.config import ForwardConfig, heads_beside, shared_memory
 from flashjax.kernels.hopper.items import Items
 from flashjax.kernels.hopper.replay import MOSAIC
+from flashjax.kernels.hopper.rows import rest_of
 from flashjax.kernels.hopper.walk import Walker
 from flashjax.masks import Blocks, BlockSparse, Causal, Mask, Prefix, Segments
 from flashjax.spec import Spec
@@ -161,6 +162,36 @@ def test_items_that_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = build(shape, features, BF16)
     made.judge.hold(forward(made, ForwardConfig(*numbers)))
     assert min(cut) > 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_where_it_is(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items of two and of three parts; a value that the last member alone sees."""
+    monkeypatch.setattr(shares, "WORTH", -1)
+    monkeypatch.setattr(shares, "LEAST", 1)
+    made = case(Shape(3, 64, 700, 1, 1, 64, 64), BF16)
+    values = np.array(made.value)
+    values[2, 600:] = value
+    config = ForwardConfig(128, 64, 2, False, 5)
+    found = forward(Case(made.query, made.key, values), config)["out"].astype(np.float32)
+    clean = forward(made, config)["out"]
+    assert same_bits(found[:2], clean[:2].astype(np.float32))
+    whole = ForwardConfig(128, 64, 2, False, 0)
+    wanted = forward(Case(made.query, made.key, values), whole)["out"].astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+
+
+def test_two_numbers_of_a_part_add_up() -> None:
+    x = jnp.array([1 / 3, -3e-5, 0.0, 3.4e38, -np.inf], jnp.float32)
+    for dtype in (BF16, F16):
+        first, rest = (np.asarray(y, np.float32) for y in (x.astype(dtype), rest_of(x, dtype)))
+        held = np.isfinite(first)
+        np.testing.assert_allclose(
+            (first + rest)[held], np.asarray(x)[held], rtol=2**-16, atol=1e-8
+        )
+        np.testing.assert_array_equal((first + rest)[~held], first[~held])
 
 
 def test_blocks_that_hold_whole_tiles() -> None:

@@ -59,5 +59,5 @@ def test_what_is_not_worth_it_is_not_cut() -> None:
     assert shared_out(np.full(198, 32), 132).parts
     assert not shared_out(np.full(198, 8), 132).parts
     assert not shared_out(np.full(132 * 100 + 66, 32), 132).parts
-    assert not shared_out(np.full(132 * 15 + 66, 32), 132, overlapping=True).parts
-    assert shared_out(np.full(132 + 66, 32), 132, overlapping=True).parts
+    assert not shared_out(np.full(132 * 15 + 66, 32), 132, gain=0.05).parts
+    assert shared_out(np.full(132 + 66, 32), 132, gain=0.05).parts
