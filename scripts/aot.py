@@ -29,8 +29,7 @@ import jax
 
 from flashjax.backend import Backend, Device
 from flashjax.bind import Arguments, bind
-from flashjax.kernels.hopper import BACKEND as HOPPER
-from flashjax.kernels.hopper import backward_config
+from flashjax.kernels.hopper import Hopper, backward_config
 from flashjax.kernels.hopper.config import guards, shared_memory
 from flashjax.kernels.triton import BACKEND, config
 from flashjax.kernels.triton.config import ForwardConfig
@@ -67,6 +66,8 @@ HOPPER_GUARDED_SPILL_LIMIT = 256
 # Where a mask asks for a second loop the backward keeps addresses there, in both consumers.
 FUSED_SPILL_LIMIT = 640
 SECONDS = 120.0
+
+HOPPER = Hopper(with_backward=True)
 
 
 @dataclasses.dataclass(frozen=True)

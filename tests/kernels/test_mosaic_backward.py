@@ -13,7 +13,7 @@ import flashjax
 from flashjax import plan
 from flashjax.backend import Device
 from flashjax.bind import Arguments, bind
-from flashjax.kernels.hopper import BACKEND, Hopper
+from flashjax.kernels.hopper import Hopper
 from flashjax.kernels.hopper.backward_config import BackwardConfig, shared_memory
 from flashjax.kernels.hopper.walk import Walker
 from flashjax.masks import Blocks, Causal
@@ -41,7 +41,7 @@ def wanting(spec: Spec, *names: str) -> Spec:
 
 def gradients(case: Case, rows: int | None = None) -> dict[str, Array]:
     """Of query, key and value, from the oracle's output and LSE; with tiles of so many rows."""
-    backend = Hopper(mosaic.params())
+    backend = Hopper(mosaic.params(), with_backward=True)
 
     def run(inputs: Any, operands: Any, arrays: Any, out: Any, lse: Any, cotangents: Any) -> Any:
         bound = bind(*inputs, Arguments(**said(case, operands, arrays)))
@@ -143,7 +143,7 @@ def spec_of(width: int, value: int, **arguments: Any) -> Spec:
 @pytest.mark.parametrize(("width", "value"), [(64, 64), (96, 96), (128, 128), (20, 128)])
 def test_a_configuration_is_offered_and_fits(width: int, value: int) -> None:
     spec = wanting(spec_of(width, value, is_causal=True))
-    offered = BACKEND.configs(spec, H200, backward=True)
+    offered = Hopper(with_backward=True).configs(spec, H200, backward=True)
     assert offered
     for config in offered:
         assert isinstance(config, BackwardConfig)
@@ -204,7 +204,7 @@ def test_strict_promotion() -> None:
 
     def run(q: Any, k: Any, lse: Any) -> Any:
         bound = bind(q, k, k, Arguments(is_causal=True, logits_soft_cap=4.0))
-        backend, spec = Hopper(mosaic.params()), wanting(bound.spec)
+        backend, spec = Hopper(mosaic.params(), with_backward=True), wanting(bound.spec)
         (config,) = backend.configs(spec, H200, backward=True)[:1]
         return backend.backward(spec, config, bound.operands, lse, lse, q)
 
