@@ -150,6 +150,16 @@ def test_a_configuration_is_offered_and_fits(width: int, value: int) -> None:
         assert shared_memory(spec, config) <= 227 * 1024
 
 
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The backward is planned with."""
+    plan.plan.cache_clear()
+    monkeypatch.setitem(plan.BACKENDS, "mosaic", lambda: Hopper(with_backward=True))
+    yield
+    plan.plan.cache_clear()
+
+
+@pytest.mark.usefixtures("offered")
 def test_what_it_cannot_do_triton_does() -> None:
     """And the forward stays."""
     others = {
