@@ -28,6 +28,7 @@ from flashjax.kernels.hopper.config import (
     padded_head_dim,
 )
 from flashjax.kernels.hopper.items import Items, Place
+from flashjax.kernels.hopper.order import Order
 from flashjax.kernels.hopper.refs import Barriers, Copies
 from flashjax.kernels.hopper.tile import Scorer
 from flashjax.kernels.hopper.walk import Walker
@@ -70,7 +71,8 @@ def backward(
         interpreted=interpret is not None,
     )
     items = Items(spec, walker, 0, key_heads_beside(spec))
-    call = Call(spec, config, scorer, walker, items, interpret)
+    order = Order(spec, walker) if spec.deterministic_backward else None
+    call = Call(spec, config, scorer, walker, items, order, interpret)
     given = _given(call, operands, lse, delta, d_out)
     head = padded_head_dim(spec.head_dim)
     sums = jnp.zeros((spec.batch, spec.heads, rows.padded, head), jnp.float32)
@@ -151,14 +153,17 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Arra
     )
 
     def body(state: Any) -> None:
-        d_query, *refs = state
-        for ref, found in zip(refs, run(*inputs, d_query), strict=True):
+        d_query, counters, *refs = state
+        for ref, found in zip(refs, run(*inputs, d_query, *counters), strict=True):
             ref[...] = found
 
     # Written whole: XLA never makes these zeros.
-    inputs = (*given, *call.scorer.arrays, *call.walker.arrays)
+    order = call.order
+    inputs = (*given, *call.scorer.arrays, *call.walker.arrays, *(order.arrays if order else []))
     d_key, d_value = (jnp.zeros(x.shape, x.dtype) for x in outs)
-    return pl.run_state(body)((sums, d_key, d_value))
+    counters = [] if order is None else [order.counters(CONSUMERS)]
+    found, _, *d_columns = pl.run_state(body)((sums, counters, d_key, d_value))
+    return found, *d_columns
 
 
 def scratch(call: Call) -> list[Any]:
@@ -209,7 +214,7 @@ def produce(call: Call, refs: Refs) -> None:
         load_tile(refs.value, at, tiles.v, 0, call.value_dims, refs.block_bar)
 
         def head(n: Any, before: Any) -> Any:
-            walk = call.walker.at(refs.path, (batch, n), block)
+            walk = call.walk(refs, (batch, n), block)
 
             @pl.loop(0, walk.total)
             def _(t: Any) -> None:

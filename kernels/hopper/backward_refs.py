@@ -13,9 +13,10 @@ from flashjax.kernels.hopper.backward_config import COLUMNS, SCORES, BackwardCon
 from flashjax.kernels.hopper.buffers import Buffer
 from flashjax.kernels.hopper.config import ROWS, padded_head_dim, ragged, swizzle_elements
 from flashjax.kernels.hopper.items import Items
+from flashjax.kernels.hopper.order import Order
 from flashjax.kernels.hopper.refs import Barriers, all_of
 from flashjax.kernels.hopper.tile import Scorer
-from flashjax.kernels.hopper.walk import Walker
+from flashjax.kernels.hopper.walk import Walk, Walker
 from flashjax.spec import Spec
 
 
@@ -40,7 +41,9 @@ class Refs(NamedTuple):
     delta: Any
     own: Any  # the scorer's operands
     path: Any  # the walker's
+    turns: Any  # the order's
     d_query: Any  # sums in float32, of heads before rows
+    done_adds: Any  # of each row block and consumer; None where any order will do
     d_key: Any
     d_value: Any
     tiles: Buffers
@@ -70,18 +73,21 @@ class Call:
     scorer: Scorer
     walker: Walker
     items: Items
+    order: Order | None  # of the additions to dQ
     interpret: Any
 
     def refs(self, refs: tuple[Any, ...]) -> Refs:
         every: list[Any]
         rest, parts = list(refs[6:]), []
-        for owner in (self.scorer, self.walker):
-            n = len(owner.arrays)
+        for owner in (self.scorer, self.walker, self.order):
+            n = 0 if owner is None else len(owner.arrays)
             parts.append(rest[:n])
             rest = rest[n:]
-        d_query, d_key, d_value, memory, *rest = rest
+        d_query, *rest = rest
+        done_adds, rest = (None, rest) if self.order is None else (rest[0], rest[1:])
+        d_key, d_value, memory, *rest = rest
         tiles = Buffers(*(b.of(ref) for b, ref in zip(self.buffers, memory, strict=True)))
-        every = [*refs[:6], *parts, d_query, d_key, d_value, tiles, *rest]
+        every = [*refs[:6], *parts, d_query, done_adds, d_key, d_value, tiles, *rest]
         return Refs(*every)
 
     @property
@@ -126,6 +132,16 @@ class Call:
     @property
     def value_dims(self) -> Any:
         return all_of(self.spec.value_dim)
+
+    def walk(self, refs: Refs, at: Any, block: Any) -> Walk:
+        """Of a block of columns of batch member and head `at`.
+
+        In one order, blocks of columns that begin together must not all wait for the first: from
+        the last row on, each is one step behind the one before it, and those that see other rows
+        meet theirs in turn.
+        """
+        found = self.walker.at(refs.path, at, block)
+        return found if self.order is None else found.descending()
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.config.stages))

@@ -17,6 +17,7 @@ from flashjax.kernels.hopper.backward_refs import Call, Refs
 from flashjax.kernels.hopper.config import REGISTERS, ROWS
 from flashjax.kernels.hopper.items import Place
 from flashjax.kernels.hopper.layouts import COLUMN, TILE
+from flashjax.kernels.hopper.order import await_turn, pass_turn
 from flashjax.kernels.tile import Reader, Tile
 
 
@@ -43,6 +44,7 @@ class Rows(NamedTuple):
 
     block: Any
     head: Any
+    turn: Any = None  # at its dQ; negative for the 0 of no block
 
 
 class Step(NamedTuple):
@@ -59,7 +61,7 @@ class Columns:
     """The columns of one item that are this consumer's."""
 
     def __init__(self, call: Call, refs: Refs, consumer: int, place: Place) -> None:
-        self.call, self.refs, self.place = call, refs, place
+        self.call, self.refs, self.place, self.consumer = call, refs, place, consumer
         self.mine = pl.ds(consumer * ROWS, ROWS)
         self.first = place.block * call.config.columns + consumer * ROWS
         self.share, self.dq = call.share(consumer), refs.dq[consumer]
@@ -78,7 +80,7 @@ class Columns:
 
         def head(n: Any, carry: Any) -> Any:
             before, last = carry
-            walk = call.walker.at(refs.path, (batch, n), block)
+            walk = call.walk(refs, (batch, n), block)
             reader = call.scorer.at(refs.own, (batch, n))
 
             def await_query(t: Any) -> None:
@@ -87,7 +89,8 @@ class Columns:
                     plgpu.barrier_wait(refs.q_bar.full.at[call.slot(before + t)])
 
             def step(t: Any, last: Rows, masked: bool) -> Rows:
-                rows = Rows(walk.tile(t), n)
+                tile = walk.tile(t)
+                rows = Rows(tile, n, self.turn(n, tile))
                 here = Step(before + t, rows, last, masked, lambda: await_query(t + 1))
                 self.step(here, reader, dk_acc, dv_acc)
                 return rows
@@ -98,9 +101,14 @@ class Columns:
             return before + walk.total, last
 
         first = call.first_head(key_head)
-        start = Rows(call.walker.at(refs.path, (batch, first), block).tile(jnp.int32(0)), first)
+        start = Rows(
+            call.walk(refs, (batch, first), block).tile(jnp.int32(0)),
+            first,
+            None if call.order is None else jnp.int32(-1),
+        )
         count, last = call.each_head(key_head, head, (jnp.int32(0), start))
         self.send(self.query_part(count - 1, lambda: None, pending=0), last)
+        self.count(last)
         self.finish(dk_acc, dv_acc)
 
     def scores(self, count: Any) -> Any:
@@ -129,6 +137,7 @@ class Columns:
         for acc, part in zip(dk_acc, q, strict=True):
             plgpu.wgmma(acc, ds, part)
         plgpu.wgmma_wait(0)
+        self.count(here.last)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
         plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
 
@@ -201,12 +210,29 @@ class Columns:
             self.dq.at[:, pl.ds(begin, part.shape[1])][...] = part
             begin += part.shape[1]
         plgpu.commit_smem()
+        if of.turn is not None:
+            await_turn(self.counter(of), of.turn)
         there = pl.ds(of.block * self.call.config.rows + rows[0], rows[1])
         plgpu.copy_smem_to_gmem(
             self.dq,
             refs.d_query.at[self.place.batch, of.head, there, pl.ds(*dims)],
             reduction_op="add",
         )
+
+    def turn(self, head: Any, rows: Any) -> Any:
+        """At dQ of a block of rows; None where any order will do."""
+        order, (block, _, batch, _) = self.call.order, self.place
+        return None if order is None else order.turn(self.refs.turns, (batch, head), block, rows)
+
+    def counter(self, of: Rows) -> Any:
+        """Of this consumer's additions to dQ of a block of rows, by all programs."""
+        return self.refs.done_adds.at[self.place.batch, of.head, of.block, self.consumer]
+
+    def count(self, of: Rows) -> None:
+        """Lets the next program add, after `send`."""
+        if of.turn is not None:
+            plgpu.wait_smem_to_gmem(0)
+            pass_turn(self.counter(of), lax.select(of.turn < 0, jnp.int32(0), jnp.int32(1)))
 
     def finish(self, dk_acc: Any, dv_acc: Any) -> None:
         """Sends dK and dV on their way through the memory of K and V."""

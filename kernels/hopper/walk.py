@@ -103,7 +103,7 @@ class Walk:
         self._before = list(itertools.accumulate(sizes, initial=jnp.int32(0)))
         self._masked = self._before[len(partial)]
         self._kinds = bool(partial) and loops[0], bool(full) and loops[1]
-        self._edge = edge
+        self._edge, self._descends = edge, False
         self.total = self._before[-1]
         self.count = lax.max(self.total, jnp.int32(1))
 
@@ -115,8 +115,16 @@ class Walk:
         found._masked = lax.min(self._masked - begin, found.count)
         return found
 
+    def descending(self) -> Walk:
+        """The walk from its last tile to its first."""
+        found = copy.copy(self)
+        found._descends = True
+        return found
+
     def tile(self, step: Any) -> Any:
-        """The tile's index among the column blocks."""
+        """The tile's index among the other axis's blocks."""
+        if self._descends:
+            step = self.count - 1 - step
         found = self._ranges[0][0] + step - self._before[0]
         for (begin, _), before in zip(self._ranges[1:], self._before[1:], strict=False):
             found = lax.select(step >= before, begin + step - before, found)
@@ -136,4 +144,7 @@ class Walk:
         if self._edge is not None:
             partial, middle = True, lax.select(self._edge, self.total, middle)
         found = [(True, jnp.int32(0), middle)] if partial else []
-        return [*found, (False, middle, self.total)] if full else found
+        found += [(False, middle, self.total)] if full else []
+        if self._descends:
+            found = [(x, self.total - end, self.total - begin) for x, begin, end in found[::-1]]
+        return found
