@@ -89,7 +89,7 @@ class Columns:
                     plgpu.barrier_wait(refs.q_bar.full.at[call.slot(before + t)])
 
             def step(t: Any, last: Rows, masked: bool) -> Rows:
-                tile = walk.tile(t)
+                tile = walk.tile(t, masked)
                 rows = Rows(tile, n, self.turn(n, tile))
                 here = Step(before + t, rows, last, masked, lambda: await_query(t + 1))
                 self.step(here, reader, dk_acc, dv_acc)
@@ -226,7 +226,9 @@ class Columns:
 
     def counter(self, of: Rows) -> Any:
         """Of this consumer's additions to dQ of a block of rows, by all programs."""
-        return self.refs.done_adds.at[self.place.batch, of.head, of.block, self.consumer]
+        order, at = self.call.order, (self.place.batch, of.head)
+        assert order is not None
+        return self.refs.done_adds.at[order.counter(at, of.block, self.consumer, CONSUMERS)]
 
     def count(self, of: Rows) -> None:
         """Lets the next program add, after `send`."""

@@ -60,7 +60,13 @@ class Order:
             self.arrays = [] if table is None else [jnp.asarray(table)]
 
     def counters(self, consumers: int) -> jax.Array:
-        return jnp.zeros((*self.shape, consumers), jnp.int32)
+        return jnp.zeros(math.prod(self.shape) * consumers, jnp.int32)
+
+    def counter(self, at: Any, rows: Any, consumer: int, consumers: int) -> Any:
+        """Which of them counts a consumer's additions to a block of rows."""
+        _, heads, blocks = (jnp.int32(x) for x in self.shape)
+        index = ((at[0] * heads + at[1]) * blocks + rows) * jnp.int32(consumers)
+        return index + jnp.int32(consumer)
 
     def turn(self, refs: Any, at: Any, block: Any, rows: Any) -> Any:
         """Of a block of columns of batch member and head `at` at a block of rows."""

@@ -101,7 +101,8 @@ class Walk:
         self._ranges, self._tile = [*partial, *full], tile
         sizes = (jnp.int32(end - begin) for begin, end in self._ranges)
         self._before = list(itertools.accumulate(sizes, initial=jnp.int32(0)))
-        self._masked = self._before[len(partial)]
+        self._partial = len(partial)
+        self._masked = self._before[self._partial]
         self._kinds = bool(partial) and loops[0], bool(full) and loops[1]
         self._edge, self._descends = edge, False
         self.total = self._before[-1]
@@ -121,12 +122,18 @@ class Walk:
         found._descends = True
         return found
 
-    def tile(self, step: Any) -> Any:
-        """The tile's index among the other axis's blocks."""
+    def tile(self, step: Any, masked: bool | None = None) -> Any:
+        """The tile's index among the other axis's blocks, in a loop of `all_loops` if so told."""
         if self._descends:
             step = self.count - 1 - step
-        found = self._ranges[0][0] + step - self._before[0]
-        for (begin, _), before in zip(self._ranges[1:], self._before[1:], strict=False):
+        first, end = 0, len(self._ranges)
+        if masked is False:
+            first = self._partial
+        elif masked and self._edge is None:
+            end = self._partial
+        own = list(zip(self._ranges, self._before, strict=False))[first:end]
+        found = own[0][0][0] + step - own[0][1]
+        for (begin, _), before in own[1:]:
             found = lax.select(step >= before, begin + step - before, found)
         return self._tile(found)
 
