@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from flashjax.backend import Config, Device, OtherDevice, other_gpu
 from flashjax.kernels.functions import unknown_function
 from flashjax.kernels.hopper.backward import backward
-from flashjax.kernels.hopper.backward_config import LARGEST, BackwardConfig, backward_configs
+from flashjax.kernels.hopper.backward_config import BackwardConfig, backward_configs
 from flashjax.kernels.hopper.config import (
     CAPABILITIES,
     ROWS,
     ForwardConfig,
     forward_configs,
-    padded_head_dim,
 )
 from flashjax.kernels.hopper.forward import forward
 from flashjax.kernels.hopper.order import LIMIT, too_large
@@ -94,9 +93,6 @@ def _without_backward(spec: Spec) -> OtherDevice | None:
     more = sorted(spec.wanted - {"query", "key", "value", "sinks"})
     if more:
         return OtherDevice(f"the backward makes no gradient of {', '.join(more)}")
-    largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
-    if largest > LARGEST:
-        return OtherDevice(f"the backward takes head dims up to {LARGEST}; this call has {largest}")
     if spec.deterministic_backward and not ordered(spec):
         return OtherDevice(
             "deterministic_backward=True: the order of the additions to dQ would be a table of more "

@@ -91,6 +91,11 @@ CASES: dict[str, tuple[tuple[str, ...], Shape, Any, int | None]] = {
     "whole tiles of operands": (
         ("boolean_per_head", "bias (1,N,T,S)"), Shape(1, 100, 130, 2, 1, 64, 64), BF16, None,
     ),
+    "256 head dims": (("is_causal",), Shape(1, 150, 136, 2, 1, 256, 256), BF16, None),
+    "192 head dims": ((), Shape(1, 136, 136, 1, 1, 192, 128), BF16, None),
+    "documents, 136 head dims": (
+        ("segments", "dropout", "soft_cap"), Shape(2, 72, 80, 1, 1, 136, 24), F16, None,
+    ),
     "two ranges": (("sink_tokens_and_window",), Shape(1, 200, 200, 2, 1, 64, 64), BF16, 64),
 }  # fmt: skip
 
@@ -103,7 +108,7 @@ def test_gradients(name: str) -> None:
 
 
 # Names of `CASES`.
-ORDERED = ("full", "causal, grouped", "documents, modified", "two ranges")
+ORDERED = ("full", "causal, grouped", "documents, modified", "256 head dims", "two ranges")
 
 
 @pytest.mark.parametrize("name", ORDERED)
@@ -183,15 +188,15 @@ def test_what_is_hidden_never_arrives(sinks: tuple[str, ...]) -> None:
         assert same_bits(x, expected[name]), name
 
 
-def spec_of(width: int, value: int, **arguments: Any) -> Spec:
-    x = jax.ShapeDtypeStruct((1, 1024, 8, width), BF16)
-    v = jax.ShapeDtypeStruct((1, 1024, 8, value), BF16)
+def spec_of(width: int, value: int, length: int = 1024, **arguments: Any) -> Spec:
+    x = jax.ShapeDtypeStruct((1, length, 8, width), BF16)
+    v = jax.ShapeDtypeStruct((1, length, 8, value), BF16)
     found: list[Spec] = []
     jax.eval_shape(lambda q, v: found.append(bind(q, q, v, Arguments(**arguments)).spec), x, v)
     return found[0]
 
 
-@pytest.mark.parametrize(("width", "value"), [(64, 64), (96, 96), (128, 128), (20, 128)])
+@pytest.mark.parametrize(("width", "value"), [(64, 64), (96, 96), (128, 128), (20, 128), (192, 192), (192, 128), (256, 256), (24, 200)])
 def test_a_configuration_is_offered_and_fits(width: int, value: int) -> None:
     spec = wanting(spec_of(width, value, is_causal=True))
     offered = BACKEND.configs(spec, H200, backward=True)
@@ -204,7 +209,9 @@ def test_a_configuration_is_offered_and_fits(width: int, value: int) -> None:
 def test_what_it_cannot_do_triton_does() -> None:
     """And the forward stays."""
     others = {
-        "head dims up to 128": wanting(spec_of(256, 256)),
+        "more than 16777216 entries": wanting(
+            spec_of(64, 64, 2**19, is_causal=True, deterministic_backward=True)
+        ),
         "no gradient of bias": wanting(spec_of(64, 64), "query", "bias"),
     }
     for words, spec in others.items():
@@ -233,7 +240,7 @@ def test_walks_of_columns_take_every_tile_once() -> None:
         assert inside == set(range(first_full, rows.count - 1))  # the last row block is ragged
 
 
-@pytest.mark.parametrize(("rows", "width"), [(8, 64), (1, 128), (77, 64), (77, 96), (256, 128)])
+@pytest.mark.parametrize(("rows", "width"), [(8, 64), (1, 128), (77, 64), (77, 96), (256, 128), (77, 192), (256, 256)])
 def test_any_length_lowers_for_a_gpu(rows: int, width: int) -> None:
     x = jax.ShapeDtypeStruct((1, rows, 2, width), BF16)
 
