@@ -11,16 +11,17 @@ import jax.numpy as jnp
 from flashjax.backend import Config, Device, OtherDevice, other_gpu
 from flashjax.kernels.functions import unknown_function
 from flashjax.kernels.hopper.backward import backward
-from flashjax.kernels.hopper.backward_config import LARGEST, BackwardConfig, backward_configs
+from flashjax.kernels.hopper.backward_config import BackwardConfig, backward_configs
 from flashjax.kernels.hopper.config import (
     CAPABILITIES,
     ROWS,
     ForwardConfig,
     forward_configs,
-    padded_head_dim,
 )
 from flashjax.kernels.hopper.forward import forward
+from flashjax.kernels.hopper.order import LIMIT, too_large
 from flashjax.kernels.hopper.replay import MOSAIC
+from flashjax.masks import Blocks
 from flashjax.spec import Operands, Spec
 from flashjax.structure import is_blocked
 from flashjax.varying import cast_varying, varying_axes
@@ -98,15 +99,23 @@ _ARGUMENTS = {"mask": "mask or segment_ids", "score": "score_mod"}
 
 def _without_backward(spec: Spec) -> OtherDevice | None:
     """Whose backward is another backend's: kernels too, so that nobody is warned."""
-    if spec.deterministic_backward:
-        return OtherDevice("deterministic_backward=True: the backward adds dQ in any order")
     more = sorted(spec.wanted - {"query", "key", "value", "sinks"})
     if more:
         return OtherDevice(f"the backward makes no gradient of {', '.join(more)}")
-    largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
-    if largest > LARGEST:
-        return OtherDevice(f"the backward takes head dims up to {LARGEST}; this call has {largest}")
+    if spec.deterministic_backward and not ordered(spec):
+        return OtherDevice(
+            "deterministic_backward=True: the order of the additions to dQ would be a table of more "
+            f"than {LIMIT} entries"
+        )
     return None
+
+
+def ordered(spec: Spec) -> bool:
+    """Whether the kernels can keep to one order."""
+    return all(
+        not too_large(spec, Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns))
+        for config in backward_configs(spec)
+    )
 
 
 def _wrong_operands(spec: Spec) -> str | None:

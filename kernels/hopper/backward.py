@@ -17,17 +17,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.kernels.hopper.backward_config import CONSUMERS, BackwardConfig, key_heads_beside
+from flashjax.kernels.hopper.backward_config import CONSUMERS, BackwardConfig, key_heads_beside, sent
 from flashjax.kernels.hopper.backward_refs import Call, Refs
 from flashjax.kernels.hopper.buffers import Tiles
-from flashjax.kernels.hopper.columns import consume
+from flashjax.kernels.hopper.columns import Columns, consume
 from flashjax.kernels.hopper.config import (
     REGISTERS,
     TOGETHER,
     held_head_dim,
     padded_head_dim,
 )
+from flashjax.kernels.hopper.dims import Dims
 from flashjax.kernels.hopper.items import Items, Place
+from flashjax.kernels.hopper.order import Order
 from flashjax.kernels.hopper.refs import Barriers, Copies
 from flashjax.kernels.hopper.tile import Scorer
 from flashjax.kernels.hopper.walk import Walker
@@ -70,7 +72,8 @@ def backward(
         interpreted=interpret is not None,
     )
     items = Items(spec, walker, 0, key_heads_beside(spec))
-    call = Call(spec, config, scorer, walker, items, interpret)
+    order = Order(spec, walker) if spec.deterministic_backward else None
+    call = Call(spec, config, scorer, walker, items, order, interpret)
     given = _given(call, operands, lse, delta, d_out)
     head = padded_head_dim(spec.head_dim)
     sums = jnp.zeros((spec.batch, spec.heads, rows.padded, head), jnp.float32)
@@ -130,8 +133,9 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Arra
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == CONSUMERS)(functools.partial(produce, call, found))
         # The consumers' code differs in what they do of dQ.
+        kind = Dims if call.config.by_dims else Columns
         for i in range(CONSUMERS):
-            pl.when(warpgroup == i)(functools.partial(consume, call, found, i))
+            pl.when(warpgroup == i)(functools.partial(consume, kind, call, found, i))
 
     outs = [
         jax.ShapeDtypeStruct((*x.shape[:-1], held_head_dim(x.shape[-1])), spec.dtype)
@@ -151,14 +155,17 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Arra
     )
 
     def body(state: Any) -> None:
-        d_query, *refs = state
-        for ref, found in zip(refs, run(*inputs, d_query), strict=True):
+        d_query, counters, *refs = state
+        for ref, found in zip(refs, run(*inputs, d_query, *counters), strict=True):
             ref[...] = found
 
     # Written whole: XLA never makes these zeros.
-    inputs = (*given, *call.scorer.arrays, *call.walker.arrays)
+    order = call.order
+    inputs = (*given, *call.scorer.arrays, *call.walker.arrays, *(order.arrays if order else []))
     d_key, d_value = (jnp.zeros(x.shape, x.dtype) for x in outs)
-    return pl.run_state(body)((sums, d_key, d_value))
+    counters = [] if order is None else [order.counters(CONSUMERS)]
+    found, _, *d_columns = pl.run_state(body)((sums, counters, d_key, d_value))
+    return found, *d_columns
 
 
 def scratch(call: Call) -> list[Any]:
@@ -169,22 +176,22 @@ def scratch(call: Call) -> list[Any]:
     swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
     shares = [call.share(consumer) for consumer in range(CONSUMERS)]
 
-    def pair(loads: int) -> Barriers:
-        full = plgpu.Barrier(num_barriers=config.stages, num_arrivals=loads)
-        return Barriers(full, plgpu.Barrier(num_barriers=config.stages, num_arrivals=CONSUMERS))
+    def pair(stages: int, loads: int) -> Barriers:
+        full = plgpu.Barrier(num_barriers=stages, num_arrivals=loads)
+        return Barriers(full, plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS))
 
     vector = plgpu.SMEM((config.stages, config.rows), jnp.float32)
     return [
-        [buffer.scratch() for buffer in buffers],
+        [buffer and buffer.scratch() for buffer in buffers],
         [
-            plgpu.SMEM((rows, dims), jnp.float32, transforms=(tiling, swizzle))
-            for (_, rows), (_, dims) in shares
+            plgpu.SMEM((rows, sent(dims)), jnp.float32, transforms=(tiling, swizzle))
+            for (_, rows), (_, dims), _ in shares
         ],
         vector,
         vector,
         plgpu.Barrier(num_arrivals=len(buffers.k.widths) + len(buffers.v.widths)),
-        pair(len(buffers.q.widths) + 2),
-        pair(len(buffers.do.widths)),
+        pair(config.stages, len(buffers.q.widths) + 2),
+        pair(config.d_out_stages, len(buffers.do.widths)),
         plgpu.Barrier(num_arrivals=CONSUMERS),
         plgpu.Barrier(num_arrivals=CONSUMERS),
     ]
@@ -209,7 +216,7 @@ def produce(call: Call, refs: Refs) -> None:
         load_tile(refs.value, at, tiles.v, 0, call.value_dims, refs.block_bar)
 
         def head(n: Any, before: Any) -> Any:
-            walk = call.walker.at(refs.path, (batch, n), block)
+            walk = call.walk(refs, (batch, n), block)
 
             @pl.loop(0, walk.total)
             def _(t: Any) -> None:
@@ -217,16 +224,17 @@ def produce(call: Call, refs: Refs) -> None:
                 slot, rows = call.slot(step), call.rows(walk.tile(t))
                 at, full = (batch, rows, n), refs.q_bar.full.at[slot]
 
-                def await_slot(barriers: Barriers) -> None:
-                    @pl.when(step >= config.stages)
+                def await_slot(barriers: Barriers, slot: Any, stages: int) -> None:
+                    @pl.when(step >= stages)
                     def _() -> None:
                         plgpu.barrier_wait(barriers.empty.at[slot])
 
-                await_slot(refs.q_bar)
+                await_slot(refs.q_bar, slot, config.stages)
                 load_tile(refs.query, at, tiles.q, slot, call.head_dims, full)
                 vectors = ((refs.shift, refs.row_shift), (refs.delta, refs.row_delta))
                 load([(x.at[batch, n, rows], here.at[slot]) for x, here in vectors], full)
-                await_slot(refs.do_bar)
+                slot = call.d_out_slot(step)
+                await_slot(refs.do_bar, slot, config.d_out_stages)
                 full = refs.do_bar.full.at[slot]
                 load_tile(refs.d_out, at, tiles.do, slot, call.value_dims, full)
 
@@ -241,8 +249,9 @@ def produce(call: Call, refs: Refs) -> None:
 
 def _observe(call: Call, refs: Refs, steps: Any) -> None:
     """JAX's interpreter wants a thread that waits on a barrier to see all of its completions."""
-    for bar in (refs.q_bar, refs.do_bar):
-        for slot in range(call.config.stages):
+    config = call.config
+    for bar, stages in ((refs.q_bar, config.stages), (refs.do_bar, config.d_out_stages)):
+        for slot in range(stages):
 
             @pl.when(slot < steps)
             def _(empty: Any = bar.empty, slot: int = slot) -> None:

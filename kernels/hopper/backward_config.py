@@ -22,27 +22,45 @@ from flashjax.spec import Spec
 from flashjax.structure import is_blocked
 
 CONSUMERS = 2
-COLUMNS = CONSUMERS * ROWS  # of a program: 64 for each consumer
-LARGEST = 128  # of the padded head dims: two warpgroups' registers hold dK and dV up to here
-SCORES = 2  # tiles of dS that there is memory for
+# Of a program: 64 for each consumer. Above 128 head dims no consumer's registers hold dK and dV of
+# 64 columns: both share out 64 by head dims.
+COLUMNS = CONSUMERS * ROWS
+SCORES = 2  # tiles of dS, and of P, that there is memory for
+SENT = 96  # dims of dQ that leave at once, or half of a consumer's share
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig(backend.Config):
-    """A program keeps `columns` while blocks of `rows` stream through `stages` buffers."""
+    """A program keeps `columns` while blocks of `rows` stream through `stages` buffers.
+
+    Those of dO have a number of their own.
+    """
 
     stages: int
+    d_out_stages: int
+
+    @property
+    def by_dims(self) -> bool:
+        """Whether both consumers have all columns, and each half of the head dims of dK and dV."""
+        return self.columns == ROWS
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, {self.stages} stages"
+        return f"{super().__str__()}, {self.stages} and {self.d_out_stages} stages"
 
 
-# Rows and stages by the larger of the padded head dims, best first.
-BACKWARD: dict[int, tuple[tuple[int, int], ...]] = {
-    64: ((128, 2), (64, 2)),
-    96: ((64, 2),),
-    128: ((64, 2),),
+# Rows, columns and stages by the larger of the padded head dims, best first.
+BACKWARD: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    64: ((128, COLUMNS, 2, 2), (64, COLUMNS, 2, 2)),
+    96: ((64, COLUMNS, 2, 2),),
+    128: ((64, COLUMNS, 2, 2),),
+    192: ((64, ROWS, 2, 2),),
+    256: ((64, ROWS, 2, 1),),
 }
+
+
+def sent(dims: int) -> int:
+    """How many of a consumer's dims of dQ leave at once."""
+    return dims if dims <= SENT else dims // 2
 
 
 def _register_rich(spec: Spec, rows: int) -> bool:
@@ -60,9 +78,9 @@ def shared_memory(spec: Spec, config: BackwardConfig) -> int:
         config.columns * head * item,
         config.columns * value * item,
         config.stages * config.rows * head * item,
-        config.stages * config.rows * value * item,
-        SCORES * config.rows * config.columns * item,
-        config.rows * head * 4,
+        config.d_out_stages * config.rows * value * item,
+        SCORES * config.rows * config.columns * item * (2 if config.by_dims else 1),
+        config.rows * (CONSUMERS * sent(head // CONSUMERS) if config.by_dims else head) * 4,
         *[4 * config.stages * config.rows] * 2,
         ALIGNMENT,  # barriers
     ]
@@ -72,7 +90,7 @@ def shared_memory(spec: Spec, config: BackwardConfig) -> int:
 def backward_configs(spec: Spec) -> tuple[BackwardConfig, ...]:
     """What fits, best first."""
     largest = padded_head_dim(max(spec.head_dim, spec.value_dim))
-    found = (BackwardConfig(rows, COLUMNS, stages) for rows, stages in BACKWARD.get(largest, ()))
+    found = (BackwardConfig(*sizes) for sizes in BACKWARD[largest])
     fit = (
         config
         for config in found

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.kernels.hopper.backward_config import COLUMNS, SCORES, BackwardConfig
+from flashjax.kernels.hopper.backward_config import CONSUMERS, SCORES, BackwardConfig
 from flashjax.kernels.hopper.buffers import Buffer
 from flashjax.kernels.hopper.config import ROWS, padded_head_dim, ragged, swizzle_elements
 from flashjax.kernels.hopper.items import Items
+from flashjax.kernels.hopper.order import Order
 from flashjax.kernels.hopper.refs import Barriers, all_of
 from flashjax.kernels.hopper.tile import Scorer
-from flashjax.kernels.hopper.walk import Walker
+from flashjax.kernels.hopper.walk import Walk, Walker
 from flashjax.spec import Spec
+
+HALF = 32  # of the 64 rows of a tile: they are whole swizzled tiles of P and dS
 
 
 class Buffers(NamedTuple):
-    """Tiles in shared memory: K and V of the block, Q and dO of stages, dS of columns × rows."""
+    """Tiles in shared memory: K and V of the block, Q and dO of stages, dS of columns × rows.
+
+    And P, where it does not stay in registers.
+    """
 
     k: Any
     v: Any
     q: Any
     do: Any
     ds: Any
+    p: Any
 
 
 class Refs(NamedTuple):
@@ -40,7 +48,9 @@ class Refs(NamedTuple):
     delta: Any
     own: Any  # the scorer's operands
     path: Any  # the walker's
+    turns: Any  # the order's
     d_query: Any  # sums in float32, of heads before rows
+    done_adds: Any  # of each row block and consumer; None where any order will do
     d_key: Any
     d_value: Any
     tiles: Buffers
@@ -55,10 +65,14 @@ class Refs(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Which rows and which head dims of a block's dQ a consumer makes: begin and size."""
+    """Which rows and which head dims of a block's dQ a consumer makes: begin and size.
+
+    Where that is by head dims, `values` are its part of those of V.
+    """
 
     rows: tuple[int, int]
     dims: tuple[int, int]
+    values: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,34 +84,46 @@ class Call:
     scorer: Scorer
     walker: Walker
     items: Items
+    order: Order | None  # of the additions to dQ
     interpret: Any
 
     def refs(self, refs: tuple[Any, ...]) -> Refs:
         every: list[Any]
         rest, parts = list(refs[6:]), []
-        for owner in (self.scorer, self.walker):
-            n = len(owner.arrays)
+        for owner in (self.scorer, self.walker, self.order):
+            n = 0 if owner is None else len(owner.arrays)
             parts.append(rest[:n])
             rest = rest[n:]
-        d_query, d_key, d_value, memory, *rest = rest
-        tiles = Buffers(*(b.of(ref) for b, ref in zip(self.buffers, memory, strict=True)))
-        every = [*refs[:6], *parts, d_query, d_key, d_value, tiles, *rest]
+        d_query, *rest = rest
+        done_adds, rest = (None, rest) if self.order is None else (rest[0], rest[1:])
+        d_key, d_value, memory, *rest = rest
+        tiles = Buffers(*(b and b.of(ref) for b, ref in zip(self.buffers, memory, strict=True)))
+        every = [*refs[:6], *parts, d_query, done_adds, d_key, d_value, tiles, *rest]
         return Refs(*every)
 
     @property
     def buffers(self) -> Buffers:
         spec, config = self.spec, self.config
         head, value = padded_head_dim(spec.head_dim), padded_head_dim(spec.value_dim)
-        wide = swizzle_elements(head)
-        if self.halves_dims and wide == head:
+        wide, wide_value = swizzle_elements(head), swizzle_elements(value)
+        if config.by_dims:
+            wide = wide_value = HALF
+        elif self.halves_dims and wide == head:
             wide //= 2  # each half is made of whole swizzled tiles
         ways = jnp.dtype(spec.dtype), ragged(spec), self.interpret is not None
         k = Buffer(1, config.columns, head, wide, *ways)
-        v = Buffer(1, config.columns, value, swizzle_elements(value), *ways)
-        q, do = (dataclasses.replace(x, count=config.stages, rows=config.rows) for x in (k, v))
-        # Both sides of dS · K have one swizzle.
-        ds = dataclasses.replace(k, count=SCORES, dim=config.rows, ragged=False)
-        return Buffers(k, v, q, do, ds)
+        v = Buffer(1, config.columns, value, wide_value, *ways)
+        if config.by_dims:  # a consumer's share is in parts of its own
+            shares = (_halves(x.dim, x.wide) for x in (k, v))
+            k, v = (
+                dataclasses.replace(x, part=math.gcd(*(size for _, size in own)))
+                for x, own in zip((k, v), shares, strict=True)
+            )
+        q = dataclasses.replace(k, count=config.stages, rows=config.rows)
+        do = dataclasses.replace(v, count=config.d_out_stages, rows=config.rows)
+        # Both sides of a product, as dS · K, have one swizzle.
+        ds = dataclasses.replace(k, count=SCORES, dim=config.rows, ragged=False, part=None)
+        return Buffers(k, v, q, do, ds, ds if config.by_dims else None)
 
     @property
     def halves_dims(self) -> bool:
@@ -105,11 +131,11 @@ class Call:
         return self.config.rows == ROWS
 
     def share(self, consumer: int) -> Share:
-        head, wide = padded_head_dim(self.spec.head_dim), self.buffers.k.wide
+        buffers = self.buffers
+        dims, values = (_halves(x.dim, x.wide)[consumer] for x in (buffers.k, buffers.v))
         if not self.halves_dims:
-            return Share((consumer * ROWS, ROWS), (0, head))
-        first = -(-head // 2 // wide) * wide
-        return Share((0, self.config.rows), (first, head - first) if consumer else (0, first))
+            return Share((consumer * ROWS, ROWS), (0, buffers.k.dim), values)
+        return Share((0, self.config.rows), dims, values)
 
     @property
     def folds(self) -> bool:
@@ -127,14 +153,27 @@ class Call:
     def value_dims(self) -> Any:
         return all_of(self.spec.value_dim)
 
+    def walk(self, refs: Refs, at: Any, block: Any) -> Walk:
+        """Of a block of columns of batch member and head `at`.
+
+        In one order, blocks of columns that begin together must not all wait for the first: from
+        the last row on, each is one step behind the one before it, and those that see other rows
+        meet theirs in turn.
+        """
+        found = self.walker.at(refs.path, at, block)
+        return found if self.order is None else found.descending()
+
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.config.stages))
+
+    def d_out_slot(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.config.d_out_stages))
 
     def rows(self, tile: Any) -> Any:
         return pl.ds(tile * self.config.rows, self.config.rows)
 
     def columns(self, block: Any) -> Any:
-        return pl.ds(block * COLUMNS, COLUMNS)
+        return pl.ds(block * self.config.columns, self.config.columns)
 
     def first_head(self, key_head: Any) -> Any:
         """Of the query heads of a key head."""
@@ -148,3 +187,9 @@ class Call:
         return lax.fori_loop(
             jnp.int32(0), jnp.int32(group), lambda g, carry: body(first + g, carry), carry
         )
+
+
+def _halves(dim: int, wide: int) -> list[tuple[int, int]]:
+    """Begin and size of each consumer's dims, in whole swizzled tiles."""
+    first = -(-dim // CONSUMERS // wide) * wide
+    return [(0, first), (first, dim - first)]

@@ -13,7 +13,9 @@ from flashjax.kernels.hopper.config import TOGETHER
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """`count` tiles of `rows` × `dim`, each in one part or, if ragged, in parts a swizzle wide.
+    """`count` tiles of `rows` × `dim`, each in one part or in parts of so many dims.
+
+    If ragged, in parts a swizzle wide.
 
     A part that is one swizzle wide has the same bytes in eights of rows as row after row: then TMA
     goes row by row, and clips what lies past the end.
@@ -26,10 +28,12 @@ class Buffer:
     dtype: Any
     ragged: bool
     interpreted: bool
+    part: int | None = None
 
     @property
     def widths(self) -> list[int]:
-        return [self.wide] * (self.dim // self.wide) if self.ragged else [self.dim]
+        width = self.wide if self.ragged else self.part or self.dim
+        return [width] * (self.dim // width)
 
     @property
     def _two_views(self) -> bool:
@@ -65,7 +69,7 @@ class Tiles:
     def parts_of(self, i: Any, begin: int, size: int) -> list[Any]:
         """Of :meth:`parts`, the dims from `begin` on, `size` of them."""
         width = self.buffer.widths[0]
-        if self.buffer.ragged:
+        if len(self.buffer.widths) > 1:
             return self.parts(i)[begin // width : (begin + size) // width]
         return [self.read.at[i, 0, :, pl.ds(begin, size)]]
 

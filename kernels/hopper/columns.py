@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,24 +12,28 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.kernels.hopper.backward_config import CONSUMERS, SCORES
+from flashjax.kernels.hopper.backward_config import CONSUMERS, SCORES, sent
 from flashjax.kernels.hopper.backward_refs import Call, Refs
+from flashjax.kernels.hopper.buffers import Tiles
 from flashjax.kernels.hopper.config import REGISTERS, ROWS
 from flashjax.kernels.hopper.items import Place
 from flashjax.kernels.hopper.layouts import COLUMN, TILE
+from flashjax.kernels.hopper.order import await_turn, pass_turn
 from flashjax.kernels.tile import Reader, Tile
 
 
-def consume(call: Call, refs: Refs, consumer: int) -> None:
+def consume(kind: type[Columns], call: Call, refs: Refs, consumer: int) -> None:
     """Takes each item of the program."""
     plgpu.set_max_registers(REGISTERS[CONSUMERS][0], action="increase")
-    k, v = call.buffers.k, call.buffers.v
-    accumulators = [plgpu.ACC((ROWS, wide), jnp.float32) for wide in (*k.widths, *v.widths)]
 
     def item(_i: Any, place: Place, _following: Any, _: Any) -> Any:
+        own = kind(call, refs, consumer, place)
+        wides = own.widths()
+        accumulators = [plgpu.ACC((ROWS, wide), jnp.float32) for x in wides for wide in x]
+
         def run(*acc: Any) -> None:
-            count = len(k.widths)
-            Columns(call, refs, consumer, place).run(acc[:count], acc[count:])
+            count = len(wides[0])
+            own.run(acc[:count], acc[count:])
 
         pl.run_scoped(run, *accumulators)
         return jnp.int32(0)
@@ -43,6 +47,7 @@ class Rows(NamedTuple):
 
     block: Any
     head: Any
+    turn: Any = None  # at its dQ; negative for the 0 of no block
 
 
 class Step(NamedTuple):
@@ -59,12 +64,19 @@ class Columns:
     """The columns of one item that are this consumer's."""
 
     def __init__(self, call: Call, refs: Refs, consumer: int, place: Place) -> None:
-        self.call, self.refs, self.place = call, refs, place
-        self.mine = pl.ds(consumer * ROWS, ROWS)
-        self.first = place.block * call.config.columns + consumer * ROWS
+        self.call, self.refs, self.place, self.consumer = call, refs, place, consumer
         self.share, self.dq = call.share(consumer), refs.dq[consumer]
-        (k,), (v,) = ([x.parts(0, self.mine)] for x in (refs.tiles.k, refs.tiles.v))
-        self.k, self.v = k, v
+        self.mine, self.rows = self.part()
+        self.first = place.block * call.config.columns + self.mine.start
+        self.k, self.v = (x.parts(0, self.mine) for x in (refs.tiles.k, refs.tiles.v))
+
+    def part(self) -> tuple[Any, Any]:
+        """Columns and rows of a tile whose P and dS are this consumer's."""
+        return pl.ds(self.consumer * ROWS, ROWS), pl.ds(0, self.call.config.rows)
+
+    def widths(self) -> tuple[list[int], list[int]]:
+        """Of the accumulators of dK and of dV."""
+        return self.call.buffers.k.widths, self.call.buffers.v.widths
 
     def run(self, dk_acc: Any, dv_acc: Any) -> None:
         call, refs = self.call, self.refs
@@ -73,12 +85,12 @@ class Columns:
             acc[...] = plgpu.layout_cast(jnp.zeros(acc.shape, jnp.float32), TILE)
         plgpu.barrier_wait(refs.block_bar)
         # What the first step finds of the one before: it adds 0 to its own rows.
-        none = plgpu.layout_cast(jnp.zeros((ROWS, call.config.rows), call.spec.dtype), TILE)
+        none = plgpu.layout_cast(jnp.zeros((ROWS, self.rows.size), call.spec.dtype), TILE)
         self.share_scores(jnp.int32(-1), none)
 
         def head(n: Any, carry: Any) -> Any:
             before, last = carry
-            walk = call.walker.at(refs.path, (batch, n), block)
+            walk = call.walk(refs, (batch, n), block)
             reader = call.scorer.at(refs.own, (batch, n))
 
             def await_query(t: Any) -> None:
@@ -87,7 +99,8 @@ class Columns:
                     plgpu.barrier_wait(refs.q_bar.full.at[call.slot(before + t)])
 
             def step(t: Any, last: Rows, masked: bool) -> Rows:
-                rows = Rows(walk.tile(t), n)
+                tile = walk.tile(t, masked)
+                rows = Rows(tile, n, self.turn(n, tile))
                 here = Step(before + t, rows, last, masked, lambda: await_query(t + 1))
                 self.step(here, reader, dk_acc, dv_acc)
                 return rows
@@ -98,15 +111,26 @@ class Columns:
             return before + walk.total, last
 
         first = call.first_head(key_head)
-        start = Rows(call.walker.at(refs.path, (batch, first), block).tile(jnp.int32(0)), first)
+        start = Rows(
+            call.walk(refs, (batch, first), block).tile(jnp.int32(0)),
+            first,
+            None if call.order is None else jnp.int32(-1),
+        )
         count, last = call.each_head(key_head, head, (jnp.int32(0), start))
         self.send(self.query_part(count - 1, lambda: None, pending=0), last)
+        self.count(last)
         self.finish(dk_acc, dv_acc)
 
     def scores(self, count: Any) -> Any:
         """The block's dSᵀ of a step."""
-        step = lax.rem(count + jnp.int32(SCORES), jnp.int32(SCORES))
-        (found,) = self.refs.tiles.ds.parts(step)
+        return self._shared(self.refs.tiles.ds, count)
+
+    def weights(self, count: Any) -> Any:
+        """The same of Pᵀ, where consumers share it."""
+        return self._shared(self.refs.tiles.p, count)
+
+    def _shared(self, tiles: Tiles, count: Any) -> Any:
+        (found,) = tiles.parts(lax.rem(count + jnp.int32(SCORES), jnp.int32(SCORES)))
         return found
 
     def share_scores(self, count: Any, ds: jax.Array) -> None:
@@ -114,6 +138,10 @@ class Columns:
         self.scores(count).at[self.mine][...] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.refs.ds_bar)
+
+    def await_scores(self) -> None:
+        """Of the step before."""
+        plgpu.barrier_wait(self.refs.ds_bar)
 
     def step(self, here: Step, reader: Reader, dk_acc: Any, dv_acc: Any) -> None:
         """Takes in one block of rows, and adds up dQ of the one before.
@@ -129,6 +157,7 @@ class Columns:
         for acc, part in zip(dk_acc, q, strict=True):
             plgpu.wgmma(acc, ds, part)
         plgpu.wgmma_wait(0)
+        self.count(here.last)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
         plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
 
@@ -136,11 +165,11 @@ class Columns:
         """Pᵀ and dSᵀ, rounded."""
         refs, config, folds = self.refs, self.call.config, self.call.folds
         slot, dtype = self.call.slot(here.count), self.call.spec.dtype
-        row = here.rows.block * config.rows
-        tile = Tile(row, self.first, config.rows, ROWS, transposed=True, block=config.columns)
+        row, rows = here.rows.block * config.rows + self.rows.start, self.rows.size
+        tile = Tile(row, self.first, rows, ROWS, transposed=True, block=config.columns)
 
         def vector(ref: Any) -> jax.Array:
-            found: jax.Array = plgpu.load(ref.at[slot], layout=COLUMN)
+            found: jax.Array = plgpu.load(ref.at[slot, self.rows], layout=COLUMN)
             return found
 
         def with_scores(s_acc: Any) -> Any:
@@ -148,7 +177,7 @@ class Columns:
                 s_acc[...] = tile.of_rows(vector(refs.row_shift))
             issue = functools.partial(meet, s_acc, self.k, q)
             self.send(self.query_part(here.count - 1, issue, pending=len(q)), here.last)
-            plgpu.barrier_wait(refs.do_bar.full.at[slot])
+            plgpu.barrier_wait(refs.do_bar.full.at[self.call.d_out_slot(here.count)])
             # Its registers are those of dQ, which is on its way by now.
             return pl.run_scoped(functools.partial(with_both, s_acc), products)
 
@@ -178,8 +207,8 @@ class Columns:
 
         `then` issues other products: so many, which are left `pending`.
         """
-        plgpu.barrier_wait(self.refs.ds_bar)
-        ds, (rows, dims) = self.scores(count), self.share
+        self.await_scores()
+        ds, (rows, dims, _) = self.scores(count), self.share
         keys = self.refs.tiles.k.parts_of(0, *dims)
 
         def products(*acc: Any) -> list[jax.Array]:
@@ -194,19 +223,38 @@ class Columns:
 
     def send(self, found: list[jax.Array], of: Rows) -> None:
         """Adds it to the sums in global memory."""
-        refs, (rows, dims) = self.refs, self.share
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the block before is out
-        begin = 0
-        for part in found:
-            self.dq.at[:, pl.ds(begin, part.shape[1])][...] = part
-            begin += part.shape[1]
-        plgpu.commit_smem()
+        refs, (rows, (first, size), _) = self.refs, self.share
         there = pl.ds(of.block * self.call.config.rows + rows[0], rows[1])
-        plgpu.copy_smem_to_gmem(
-            self.dq,
-            refs.d_query.at[self.place.batch, of.head, there, pl.ds(*dims)],
-            reduction_op="add",
-        )
+        at_once = sent(size)
+        for begin in range(0, size, at_once):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what came before is out
+            for here, part in _within(found, begin, at_once):
+                self.dq.at[:, here][...] = part
+            plgpu.commit_smem()
+            if of.turn is not None and not begin:
+                await_turn(self.counter(of), of.turn)
+            plgpu.copy_smem_to_gmem(
+                self.dq,
+                refs.d_query.at[self.place.batch, of.head, there, pl.ds(first + begin, at_once)],
+                reduction_op="add",
+            )
+
+    def turn(self, head: Any, rows: Any) -> Any:
+        """At dQ of a block of rows; None where any order will do."""
+        order, (block, _, batch, _) = self.call.order, self.place
+        return None if order is None else order.turn(self.refs.turns, (batch, head), block, rows)
+
+    def counter(self, of: Rows) -> Any:
+        """Of this consumer's additions to dQ of a block of rows, by all programs."""
+        order, at = self.call.order, (self.place.batch, of.head)
+        assert order is not None
+        return self.refs.done_adds.at[order.counter(at, of.block, self.consumer, CONSUMERS)]
+
+    def count(self, of: Rows) -> None:
+        """Lets the next program add, after `send`."""
+        if of.turn is not None:
+            plgpu.wait_smem_to_gmem(0)
+            pass_turn(self.counter(of), lax.select(of.turn < 0, jnp.int32(0), jnp.int32(1)))
 
     def finish(self, dk_acc: Any, dv_acc: Any) -> None:
         """Sends dK and dV on their way through the memory of K and V."""
@@ -223,11 +271,28 @@ class Columns:
             (dk, refs.tiles.k, refs.d_key, call.head_dims, scale),
             (dv, refs.tiles.v, refs.d_value, call.value_dims, None),
         ):
-            for x, part in zip(found, tiles.parts(0, self.mine), strict=True):
+            parts, copies = self.leaving(tiles, dims)
+            for x, part in zip(found, parts, strict=True):
                 part[...] = (x if factor is None else x * factor).astype(call.spec.dtype)
             plgpu.commit_smem()
-            for own, part in tiles.copies(0, dims, self.mine):
+            for own, part in copies:
                 plgpu.copy_smem_to_gmem(part, there.at[batch, columns, key_head, own])
+
+
+    def leaving(self, tiles: Tiles, dims: Any) -> tuple[list[Any], list[tuple[Any, Any]]]:
+        """This consumer's part of the memory of K or V, and its copies to global memory."""
+        return tiles.parts(0, self.mine), tiles.copies(0, dims, self.mine)
+
+
+def _within(parts: list[jax.Array], begin: int, size: int) -> Iterator[tuple[Any, jax.Array]]:
+    """What of parts beside one another lies in a range, and where in it."""
+    first = 0
+    for part in parts:
+        low, high = (min(max(x - first, 0), part.shape[1]) for x in (begin, begin + size))
+        if low < high:
+            own = part if high - low == part.shape[1] else part[:, low:high]
+            yield pl.ds(first + low - begin, high - low), own
+        first += part.shape[1]
 
 
 def meet(acc: Any, own: Any, streamed: Any) -> None:

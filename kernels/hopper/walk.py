@@ -101,9 +101,10 @@ class Walk:
         self._ranges, self._tile = [*partial, *full], tile
         sizes = (jnp.int32(end - begin) for begin, end in self._ranges)
         self._before = list(itertools.accumulate(sizes, initial=jnp.int32(0)))
-        self._masked = self._before[len(partial)]
+        self._partial = len(partial)
+        self._masked = self._before[self._partial]
         self._kinds = bool(partial) and loops[0], bool(full) and loops[1]
-        self._edge = edge
+        self._edge, self._descends = edge, False
         self.total = self._before[-1]
         self.count = lax.max(self.total, jnp.int32(1))
 
@@ -115,10 +116,24 @@ class Walk:
         found._masked = lax.min(self._masked - begin, found.count)
         return found
 
-    def tile(self, step: Any) -> Any:
-        """The tile's index among the column blocks."""
-        found = self._ranges[0][0] + step - self._before[0]
-        for (begin, _), before in zip(self._ranges[1:], self._before[1:], strict=False):
+    def descending(self) -> Walk:
+        """The walk from its last tile to its first."""
+        found = copy.copy(self)
+        found._descends = True
+        return found
+
+    def tile(self, step: Any, masked: bool | None = None) -> Any:
+        """The tile's index among the other axis's blocks, in a loop of `all_loops` if so told."""
+        if self._descends:
+            step = self.count - 1 - step
+        first, end = 0, len(self._ranges)
+        if masked is False:
+            first = self._partial
+        elif masked and self._edge is None:
+            end = self._partial
+        own = list(zip(self._ranges, self._before, strict=False))[first:end]
+        found = own[0][0][0] + step - own[0][1]
+        for (begin, _), before in own[1:]:
             found = lax.select(step >= before, begin + step - before, found)
         return self._tile(found)
 
@@ -136,4 +151,7 @@ class Walk:
         if self._edge is not None:
             partial, middle = True, lax.select(self._edge, self.total, middle)
         found = [(True, jnp.int32(0), middle)] if partial else []
-        return [*found, (False, middle, self.total)] if full else found
+        found += [(False, middle, self.total)] if full else []
+        if self._descends:
+            found = [(x, self.total - end, self.total - begin) for x, begin, end in found[::-1]]
+        return found

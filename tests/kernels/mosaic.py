@@ -37,6 +37,7 @@ def install() -> None:
     Interpreter.interpret = interpret
     Interpreter._interpret_wgmma_accumulator_deref_p = load_or_store
     Interpreter._interpret_wgmma_ref_p = product
+    Interpreter._interpret_inline_mgpu_p = counter
     gpu_callbacks.copy_smem_to_gmem = copy_or_add
 
 
@@ -85,6 +86,15 @@ def product(self: Any, eqn: Any, token: Any, invals: Any) -> Any:
         )
     pairs = tuple((value, None if own is None else tuple(own)) for value, own in operands)
     return _call(self, eqn, token, _multiplied, operands=pairs), []
+
+
+def counter(self: Any, eqn: Any, token: Any, invals: Any) -> Any:
+    """Waiting for a turn and passing it on, of all that is written in assembly."""
+    place, number, *leaves = invals()
+    (transforms, _), found = eqn.params["pytree_ref_transforms"].unflatten(leaves), eqn.invars[0]
+    operand = jaxpr_interpret.resolve_ref(found.aval, place, transforms)
+    fn = {"await_turn": _awaited, "pass_turn": _passed}[eqn.params["mgpu_fn"].__name__]
+    return _call(self, eqn, token, fn, operand=operand, number=number), []
 
 
 def _call(interpreter: Any, eqn: Any, token: Any, fn: Any, **operands: Any) -> Any:
@@ -156,6 +166,24 @@ def _multiplied(source: Any, *, token: Any, mesh: Any, thread: Any, operands: An
     key, place, before = where.read(acc)
     with np.errstate(invalid="ignore"):  # infinities that are hidden later
         where.store(key, place, before + np.matmul(left, right, dtype=before.dtype))
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _awaited(
+    source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, number: Any
+) -> Any:
+    """Programs run one after the other, so that it is their turn when they ask."""
+    _, _, done = Where(mesh, thread, source).read(operand)
+    assert number in (-1, done), f"{done} additions are done, and the turn is {number}"
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _passed(source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, number: Any) -> Any:
+    where = Where(mesh, thread, source)
+    key, place, done = where.read(operand)
+    where.store(key, place, done + np.asarray(number))
     return token
 
 

@@ -1,6 +1,7 @@
 """The Hopper backward in JAX's interpreter of Mosaic GPU kernels, which raises at races."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 
 import flashjax
-from flashjax import plan
+from flashjax import masks, plan
 from flashjax.backend import Device
 from flashjax.bind import Arguments, bind
 from flashjax.kernels.hopper import Hopper
 from flashjax.kernels.hopper.backward_config import BackwardConfig, shared_memory
+from flashjax.kernels.hopper.order import Order
 from flashjax.kernels.hopper.walk import Walker
 from flashjax.masks import Blocks, Causal
 from flashjax.spec import Spec
@@ -39,13 +41,16 @@ def wanting(spec: Spec, *names: str) -> Spec:
     return dataclasses.replace(spec, wanted=frozenset(names or NAMES))
 
 
-def gradients(case: Case, rows: int | None = None) -> dict[str, Array]:
+def gradients(
+    case: Case, rows: int | None = None, *, deterministic: bool = False
+) -> dict[str, Array]:
     """Of query, key and value, from the oracle's output and LSE; with tiles of so many rows."""
     backend = Hopper(mosaic.params(), with_backward=True)
 
     def run(inputs: Any, operands: Any, arrays: Any, out: Any, lse: Any, cotangents: Any) -> Any:
         bound = bind(*inputs, Arguments(**said(case, operands, arrays)))
         spec, (d_out, d_lse) = wanting(bound.spec), cotangents
+        spec = dataclasses.replace(spec, deterministic_backward=deterministic)
         assert backend.unsupported(spec, H200, backward=True) is None
         config: Any = backend.configs(spec, H200, backward=True)[0]
         config = dataclasses.replace(config, rows=rows or config.rows)
@@ -86,6 +91,11 @@ CASES: dict[str, tuple[tuple[str, ...], Shape, Any, int | None]] = {
     "whole tiles of operands": (
         ("boolean_per_head", "bias (1,N,T,S)"), Shape(1, 100, 130, 2, 1, 64, 64), BF16, None,
     ),
+    "256 head dims": (("is_causal",), Shape(1, 150, 136, 2, 1, 256, 256), BF16, None),
+    "192 head dims": ((), Shape(1, 136, 136, 1, 1, 192, 128), BF16, None),
+    "documents, 136 head dims": (
+        ("segments", "dropout", "soft_cap"), Shape(2, 72, 80, 1, 1, 136, 24), F16, None,
+    ),
     "two ranges": (("sink_tokens_and_window",), Shape(1, 200, 200, 2, 1, 64, 64), BF16, 64),
 }  # fmt: skip
 
@@ -95,6 +105,52 @@ def test_gradients(name: str) -> None:
     names, shape, dtype, rows = CASES[name]
     made = build(shape, names, dtype)
     made.judge.hold(gradients(made, rows))
+
+
+# Names of `CASES`.
+ORDERED = ("full", "causal, grouped", "documents, modified", "256 head dims", "two ranges")
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_gradients_added_in_one_order(name: str) -> None:
+    """The interpreter takes programs in turn, and the shim wants each turn to be the next."""
+    names, shape, dtype, rows = CASES[name]
+    made = build(shape, names, dtype)
+    made.judge.hold(gradients(made, rows, deterministic=True))
+
+
+LENGTHS = 600, 700  # T and S
+MASKS: dict[str, Any] = {
+    "none": lambda: None,
+    "causal": masks.Causal,
+    "window": lambda: masks.Causal() & masks.Window(150, 0),
+    "prefix": lambda: masks.Causal() | masks.Prefix(200),
+    "two ranges": lambda: masks.Causal() & (masks.Window(100, 0) | masks.Prefix(70)),
+    "chunked": lambda: masks.Causal() & masks.Chunked(200),
+    "documents": lambda: (
+        masks.Causal() & masks.Segments(*(np.arange(2 * n).reshape(2, n) // 170 for n in LENGTHS))
+    ),
+    "blocks": lambda: masks.BlockSparse(np.random.default_rng(0).random((2, 1, 5, 6)) < 0.4),
+    "dense": lambda: masks.Dense(np.random.default_rng(1).random((1, 2, *LENGTHS)) < 0.0002),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_turns_count_on_as_blocks_of_columns_begin(name: str) -> None:
+    rows, columns = Blocks(LENGTHS[0], 64), Blocks(LENGTHS[1], 128)
+    query, key = (jnp.zeros((2, n, 2, 64), BF16) for n in LENGTHS)
+    spec, operands, _ = bind(query, key, key, Arguments(mask=MASKS[name]()))
+    walker = Walker(spec, operands.mask, rows, columns, "columns")
+    order = Order(spec, walker)
+    assert bool(order.arrays) == (name not in ("none", "causal", "prefix"))
+    for at in np.ndindex(2, 2):
+        done: Counter[int] = Counter()
+        for block in range(columns.count):
+            walk = walker.at(walker.arrays, at, jnp.int32(block)).descending()
+            for t in range(int(walk.total)):
+                tile = int(walk.tile(jnp.int32(t)))
+                assert int(order.turn(order.arrays, at, block, tile)) == done[tile]
+                done[tile] += 1
 
 
 def test_scores_far_below_0() -> None:
@@ -132,15 +188,15 @@ def test_what_is_hidden_never_arrives(sinks: tuple[str, ...]) -> None:
         assert same_bits(x, expected[name]), name
 
 
-def spec_of(width: int, value: int, **arguments: Any) -> Spec:
-    x = jax.ShapeDtypeStruct((1, 1024, 8, width), BF16)
-    v = jax.ShapeDtypeStruct((1, 1024, 8, value), BF16)
+def spec_of(width: int, value: int, length: int = 1024, **arguments: Any) -> Spec:
+    x = jax.ShapeDtypeStruct((1, length, 8, width), BF16)
+    v = jax.ShapeDtypeStruct((1, length, 8, value), BF16)
     found: list[Spec] = []
     jax.eval_shape(lambda q, v: found.append(bind(q, q, v, Arguments(**arguments)).spec), x, v)
     return found[0]
 
 
-@pytest.mark.parametrize(("width", "value"), [(64, 64), (96, 96), (128, 128), (20, 128)])
+@pytest.mark.parametrize(("width", "value"), [(64, 64), (96, 96), (128, 128), (20, 128), (192, 192), (192, 128), (256, 256), (24, 200)])
 def test_a_configuration_is_offered_and_fits(width: int, value: int) -> None:
     spec = wanting(spec_of(width, value, is_causal=True))
     offered = Hopper(with_backward=True).configs(spec, H200, backward=True)
@@ -163,8 +219,9 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_what_it_cannot_do_triton_does() -> None:
     """And the forward stays."""
     others = {
-        "head dims up to 128": wanting(spec_of(256, 256)),
-        "deterministic_backward=True": wanting(spec_of(64, 64, deterministic_backward=True)),
+        "more than 16777216 entries": wanting(
+            spec_of(64, 64, 2**19, is_causal=True, deterministic_backward=True)
+        ),
         "no gradient of bias": wanting(spec_of(64, 64), "query", "bias"),
     }
     for words, spec in others.items():
@@ -193,7 +250,7 @@ def test_walks_of_columns_take_every_tile_once() -> None:
         assert inside == set(range(first_full, rows.count - 1))  # the last row block is ragged
 
 
-@pytest.mark.parametrize(("rows", "width"), [(8, 64), (1, 128), (77, 64), (77, 96), (256, 128)])
+@pytest.mark.parametrize(("rows", "width"), [(8, 64), (1, 128), (77, 64), (77, 96), (256, 128), (77, 192), (256, 256)])
 def test_any_length_lowers_for_a_gpu(rows: int, width: int) -> None:
     x = jax.ShapeDtypeStruct((1, rows, 2, width), BF16)
 
