@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -117,7 +117,7 @@ class Columns:
             None if call.order is None else jnp.int32(-1),
         )
         count, last = call.each_head(key_head, head, (jnp.int32(0), start))
-        self.send(self.query_part(count - 1, lambda: None, pending=0), last)
+        self.add_query(count - 1, last, lambda: None, pending=0)
         self.count(last)
         self.finish(dk_acc, dv_acc)
 
@@ -176,7 +176,7 @@ class Columns:
             if folds:
                 s_acc[...] = tile.of_rows(vector(refs.row_shift))
             issue = functools.partial(meet, s_acc, self.k, q)
-            self.send(self.query_part(here.count - 1, issue, pending=len(q)), here.last)
+            self.add_query(here.count - 1, here.last, issue, pending=len(q))
             plgpu.barrier_wait(refs.do_bar.full.at[self.call.d_out_slot(here.count)])
             # Its registers are those of dQ, which is on its way by now.
             return pl.run_scoped(functools.partial(with_both, s_acc), products)
@@ -202,13 +202,25 @@ class Columns:
         found: tuple[jax.Array, jax.Array] = pl.run_scoped(with_scores, products)
         return found
 
-    def query_part(self, count: Any, then: Callable[[], None], pending: int) -> list[jax.Array]:
-        """This consumer's share of a step's dS · K, in the parts of K.
+    def add_query(self, count: Any, of: Rows, then: Callable[[], None], pending: int) -> None:
+        """Adds this consumer's share of a step's dS · K to the sums in global memory.
 
         `then` issues other products: so many, which are left `pending`.
         """
         self.await_scores()
-        ds, (rows, dims, _) = self.scores(count), self.share
+        first, size = self.share.dims
+        at_once = sent(size)
+        for begin in range(first, first + size, at_once):
+            last = begin + at_once == first + size
+            after = (then, pending) if last else (lambda: None, 0)
+            found = self.query_part(count, (begin, at_once), *after)
+            self.send(found, of, begin, wait=begin == first)
+
+    def query_part(
+        self, count: Any, dims: tuple[int, int], then: Callable[[], None], pending: int
+    ) -> list[jax.Array]:
+        """Some head dims of it, in the parts of K."""
+        ds, rows = self.scores(count), self.share.rows
         keys = self.refs.tiles.k.parts_of(0, *dims)
 
         def products(*acc: Any) -> list[jax.Array]:
@@ -221,23 +233,22 @@ class Columns:
         found: list[jax.Array] = pl.run_scoped(products, *accumulators)
         return found
 
-    def send(self, found: list[jax.Array], of: Rows) -> None:
-        """Adds it to the sums in global memory."""
-        refs, (rows, (first, size), _) = self.refs, self.share
+    def send(self, found: list[jax.Array], of: Rows, first: int, *, wait: bool) -> None:
+        """Adds the dims from `first` on; with `wait`, when it is its turn."""
+        refs, rows, begin = self.refs, self.share.rows, 0
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what came before is out
+        for part in found:
+            self.dq.at[:, pl.ds(begin, part.shape[1])][...] = part
+            begin += part.shape[1]
+        plgpu.commit_smem()
+        if wait and of.turn is not None:
+            await_turn(self.counter(of), of.turn)
         there = pl.ds(of.block * self.call.config.rows + rows[0], rows[1])
-        at_once = sent(size)
-        for begin in range(0, size, at_once):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what came before is out
-            for here, part in _within(found, begin, at_once):
-                self.dq.at[:, here][...] = part
-            plgpu.commit_smem()
-            if of.turn is not None and not begin:
-                await_turn(self.counter(of), of.turn)
-            plgpu.copy_smem_to_gmem(
-                self.dq,
-                refs.d_query.at[self.place.batch, of.head, there, pl.ds(first + begin, at_once)],
-                reduction_op="add",
-            )
+        plgpu.copy_smem_to_gmem(
+            self.dq,
+            refs.d_query.at[self.place.batch, of.head, there, pl.ds(first, begin)],
+            reduction_op="add",
+        )
 
     def turn(self, head: Any, rows: Any) -> Any:
         """At dQ of a block of rows; None where any order will do."""
@@ -282,17 +293,6 @@ class Columns:
     def leaving(self, tiles: Tiles, dims: Any) -> tuple[list[Any], list[tuple[Any, Any]]]:
         """This consumer's part of the memory of K or V, and its copies to global memory."""
         return tiles.parts(0, self.mine), tiles.copies(0, dims, self.mine)
-
-
-def _within(parts: list[jax.Array], begin: int, size: int) -> Iterator[tuple[Any, jax.Array]]:
-    """What of parts beside one another lies in a range, and where in it."""
-    first = 0
-    for part in parts:
-        low, high = (min(max(x - first, 0), part.shape[1]) for x in (begin, begin + size))
-        if low < high:
-            own = part if high - low == part.shape[1] else part[:, low:high]
-            yield pl.ds(first + low - begin, high - low), own
-        first += part.shape[1]
 
 
 def meet(acc: Any, own: Any, streamed: Any) -> None:
