@@ -68,7 +68,6 @@ class Columns:
         self.share, self.dq = call.share(consumer), refs.dq[consumer]
         self.mine, self.rows = self.part()
         self.first = place.block * call.config.columns + self.mine.start
-        self.k, self.v = (x.parts(0, self.mine) for x in (refs.tiles.k, refs.tiles.v))
 
     def part(self) -> tuple[Any, Any]:
         """Columns and rows of a tile whose P and dS are this consumer's."""
@@ -120,6 +119,15 @@ class Columns:
         self.add_query(count - 1, last, lambda: None, pending=0)
         self.count(last)
         self.finish(dk_acc, dv_acc)
+
+    def held(self, tiles: Tiles, count: Any) -> Any:
+        """The columns' K or V, for the step after so many.
+
+        Where the compiler can tell that their place never changes, it keeps descriptors of all
+        their parts in registers, and spills them.
+        """
+        nought = lax.shift_right_arithmetic(count, jnp.int32(30))  # no walk is so long
+        return tiles.parts(nought, self.mine)
 
     def scores(self, count: Any) -> Any:
         """The block's dSᵀ of a step."""
@@ -175,7 +183,7 @@ class Columns:
         def with_scores(s_acc: Any) -> Any:
             if folds:
                 s_acc[...] = tile.of_rows(vector(refs.row_shift))
-            issue = functools.partial(meet, s_acc, self.k, q)
+            issue = functools.partial(meet, s_acc, self.held(refs.tiles.k, here.count), q)
             self.add_query(here.count - 1, here.last, issue, pending=len(q))
             plgpu.barrier_wait(refs.do_bar.full.at[self.call.d_out_slot(here.count)])
             # Its registers are those of dQ, which is on its way by now.
@@ -184,7 +192,7 @@ class Columns:
         def with_both(s_acc: Any, dp_acc: Any) -> Any:
             if folds:
                 dp_acc[...] = tile.of_rows(vector(refs.row_delta))
-            meet(dp_acc, self.v, do)
+            meet(dp_acc, self.held(refs.tiles.v, here.count), do)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
             scored = reader.score(s, tile, here.masked)
             p = reader.weights(scored, None if folds else vector(refs.row_shift), tile)
@@ -288,7 +296,6 @@ class Columns:
             plgpu.commit_smem()
             for own, part in copies:
                 plgpu.copy_smem_to_gmem(part, there.at[batch, columns, key_head, own])
-
 
     def leaving(self, tiles: Tiles, dims: Any) -> tuple[list[Any], list[tuple[Any, Any]]]:
         """This consumer's part of the memory of K or V, and its copies to global memory."""
