@@ -104,8 +104,8 @@ def _without_backward(spec: Spec) -> OtherDevice | None:
         return OtherDevice(f"the backward makes no gradient of {', '.join(more)}")
     if spec.deterministic_backward and not ordered(spec):
         return OtherDevice(
-            "deterministic_backward=True: the order of the additions to dQ would be a table of more "
-            f"than {LIMIT} entries"
+            "deterministic_backward=True: the order of the additions to dQ would be a table of "
+            f"more than {LIMIT} entries"
         )
     return None
 

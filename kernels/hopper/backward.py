@@ -17,7 +17,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.kernels.hopper.backward_config import CONSUMERS, BackwardConfig, key_heads_beside, sent
+from flashjax.kernels.hopper.backward_config import (
+    CONSUMERS,
+    BackwardConfig,
+    key_heads_beside,
+    sent,
+)
 from flashjax.kernels.hopper.backward_refs import Call, Refs
 from flashjax.kernels.hopper.buffers import Tiles
 from flashjax.kernels.hopper.columns import Columns, consume
@@ -164,8 +169,8 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Arra
     inputs = (*given, *call.scorer.arrays, *call.walker.arrays, *(order.arrays if order else []))
     d_key, d_value = (jnp.zeros(x.shape, x.dtype) for x in outs)
     counters = [] if order is None else [order.counters(CONSUMERS)]
-    found, _, *d_columns = pl.run_state(body)((sums, counters, d_key, d_value))
-    return found, *d_columns
+    d_query, _, d_key, d_value = pl.run_state(body)((sums, counters, d_key, d_value))
+    return d_query, d_key, d_value
 
 
 def scratch(call: Call) -> list[Any]:

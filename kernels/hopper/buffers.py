@@ -69,9 +69,9 @@ class Tiles:
     def parts_of(self, i: Any, begin: int, size: int) -> list[Any]:
         """Of :meth:`parts`, the dims from `begin` on, `size` of them."""
         width = self.buffer.widths[0]
-        if len(self.buffer.widths) > 1:
+        if size >= width:
             return self.parts(i)[begin // width : (begin + size) // width]
-        return [self.read.at[i, 0, :, pl.ds(begin, size)]]
+        return [self.read.at[i, begin // width, :, pl.ds(begin % width, size)]]
 
     def copies(self, i: Any, dims: Any, rows: Any = slice(None)) -> list[tuple[Any, Any]]:
         """(dims, part of tile `i` that they are copied to or from)."""

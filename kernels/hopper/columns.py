@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +68,6 @@ class Columns:
         self.share, self.dq = call.share(consumer), refs.dq[consumer]
         self.mine, self.rows = self.part()
         self.first = place.block * call.config.columns + self.mine.start
-        self.k, self.v = (x.parts(0, self.mine) for x in (refs.tiles.k, refs.tiles.v))
 
     def part(self) -> tuple[Any, Any]:
         """Columns and rows of a tile whose P and dS are this consumer's."""
@@ -117,9 +116,18 @@ class Columns:
             None if call.order is None else jnp.int32(-1),
         )
         count, last = call.each_head(key_head, head, (jnp.int32(0), start))
-        self.send(self.query_part(count - 1, lambda: None, pending=0), last)
+        self.add_query(count - 1, last, lambda: None, pending=0)
         self.count(last)
         self.finish(dk_acc, dv_acc)
+
+    def held(self, tiles: Tiles, count: Any) -> Any:
+        """The columns' K or V, for the step after so many.
+
+        Where the compiler can tell that their place never changes, it keeps descriptors of all
+        their parts in registers, and spills them.
+        """
+        nought = lax.shift_right_arithmetic(count, jnp.int32(30))  # no walk is so long
+        return tiles.parts(nought, self.mine)
 
     def scores(self, count: Any) -> Any:
         """The block's dSᵀ of a step."""
@@ -175,8 +183,8 @@ class Columns:
         def with_scores(s_acc: Any) -> Any:
             if folds:
                 s_acc[...] = tile.of_rows(vector(refs.row_shift))
-            issue = functools.partial(meet, s_acc, self.k, q)
-            self.send(self.query_part(here.count - 1, issue, pending=len(q)), here.last)
+            issue = functools.partial(meet, s_acc, self.held(refs.tiles.k, here.count), q)
+            self.add_query(here.count - 1, here.last, issue, pending=len(q))
             plgpu.barrier_wait(refs.do_bar.full.at[self.call.d_out_slot(here.count)])
             # Its registers are those of dQ, which is on its way by now.
             return pl.run_scoped(functools.partial(with_both, s_acc), products)
@@ -184,7 +192,7 @@ class Columns:
         def with_both(s_acc: Any, dp_acc: Any) -> Any:
             if folds:
                 dp_acc[...] = tile.of_rows(vector(refs.row_delta))
-            meet(dp_acc, self.v, do)
+            meet(dp_acc, self.held(refs.tiles.v, here.count), do)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
             scored = reader.score(s, tile, here.masked)
             p = reader.weights(scored, None if folds else vector(refs.row_shift), tile)
@@ -202,13 +210,25 @@ class Columns:
         found: tuple[jax.Array, jax.Array] = pl.run_scoped(with_scores, products)
         return found
 
-    def query_part(self, count: Any, then: Callable[[], None], pending: int) -> list[jax.Array]:
-        """This consumer's share of a step's dS · K, in the parts of K.
+    def add_query(self, count: Any, of: Rows, then: Callable[[], None], pending: int) -> None:
+        """Adds this consumer's share of a step's dS · K to the sums in global memory.
 
         `then` issues other products: so many, which are left `pending`.
         """
         self.await_scores()
-        ds, (rows, dims, _) = self.scores(count), self.share
+        first, size = self.share.dims
+        at_once = sent(size)
+        for begin in range(first, first + size, at_once):
+            last = begin + at_once == first + size
+            after = (then, pending) if last else (lambda: None, 0)
+            found = self.query_part(count, (begin, at_once), *after)
+            self.send(found, of, begin, wait=begin == first)
+
+    def query_part(
+        self, count: Any, dims: tuple[int, int], then: Callable[[], None], pending: int
+    ) -> list[jax.Array]:
+        """Some head dims of it, in the parts of K."""
+        ds, rows = self.scores(count), self.share.rows
         keys = self.refs.tiles.k.parts_of(0, *dims)
 
         def products(*acc: Any) -> list[jax.Array]:
@@ -221,23 +241,22 @@ class Columns:
         found: list[jax.Array] = pl.run_scoped(products, *accumulators)
         return found
 
-    def send(self, found: list[jax.Array], of: Rows) -> None:
-        """Adds it to the sums in global memory."""
-        refs, (rows, (first, size), _) = self.refs, self.share
+    def send(self, found: list[jax.Array], of: Rows, first: int, *, wait: bool) -> None:
+        """Adds the dims from `first` on; with `wait`, when it is its turn."""
+        refs, rows, begin = self.refs, self.share.rows, 0
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what came before is out
+        for part in found:
+            self.dq.at[:, pl.ds(begin, part.shape[1])][...] = part
+            begin += part.shape[1]
+        plgpu.commit_smem()
+        if wait and of.turn is not None:
+            await_turn(self.counter(of), of.turn)
         there = pl.ds(of.block * self.call.config.rows + rows[0], rows[1])
-        at_once = sent(size)
-        for begin in range(0, size, at_once):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what came before is out
-            for here, part in _within(found, begin, at_once):
-                self.dq.at[:, here][...] = part
-            plgpu.commit_smem()
-            if of.turn is not None and not begin:
-                await_turn(self.counter(of), of.turn)
-            plgpu.copy_smem_to_gmem(
-                self.dq,
-                refs.d_query.at[self.place.batch, of.head, there, pl.ds(first + begin, at_once)],
-                reduction_op="add",
-            )
+        plgpu.copy_smem_to_gmem(
+            self.dq,
+            refs.d_query.at[self.place.batch, of.head, there, pl.ds(first, begin)],
+            reduction_op="add",
+        )
 
     def turn(self, head: Any, rows: Any) -> Any:
         """At dQ of a block of rows; None where any order will do."""
@@ -278,21 +297,9 @@ class Columns:
             for own, part in copies:
                 plgpu.copy_smem_to_gmem(part, there.at[batch, columns, key_head, own])
 
-
     def leaving(self, tiles: Tiles, dims: Any) -> tuple[list[Any], list[tuple[Any, Any]]]:
         """This consumer's part of the memory of K or V, and its copies to global memory."""
         return tiles.parts(0, self.mine), tiles.copies(0, dims, self.mine)
-
-
-def _within(parts: list[jax.Array], begin: int, size: int) -> Iterator[tuple[Any, jax.Array]]:
-    """What of parts beside one another lies in a range, and where in it."""
-    first = 0
-    for part in parts:
-        low, high = (min(max(x - first, 0), part.shape[1]) for x in (begin, begin + size))
-        if low < high:
-            own = part if high - low == part.shape[1] else part[:, low:high]
-            yield pl.ds(first + low - begin, high - low), own
-        first += part.shape[1]
 
 
 def meet(acc: Any, own: Any, streamed: Any) -> None:

@@ -170,9 +170,7 @@ def _multiplied(source: Any, *, token: Any, mesh: Any, thread: Any, operands: An
 
 
 @gpu_callbacks.fail_on_exception
-def _awaited(
-    source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, number: Any
-) -> Any:
+def _awaited(source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, number: Any) -> Any:
     """Programs run one after the other, so that it is their turn when they ask."""
     _, _, done = Where(mesh, thread, source).read(operand)
     assert number in (-1, done), f"{done} additions are done, and the turn is {number}"

@@ -196,7 +196,10 @@ def spec_of(width: int, value: int, length: int = 1024, **arguments: Any) -> Spe
     return found[0]
 
 
-@pytest.mark.parametrize(("width", "value"), [(64, 64), (96, 96), (128, 128), (20, 128), (192, 192), (192, 128), (256, 256), (24, 200)])
+@pytest.mark.parametrize(
+    ("width", "value"),
+    [(64, 64), (96, 96), (128, 128), (20, 128), (192, 192), (192, 128), (256, 256), (24, 200)],
+)
 def test_a_configuration_is_offered_and_fits(width: int, value: int) -> None:
     spec = wanting(spec_of(width, value, is_causal=True))
     offered = Hopper(with_backward=True).configs(spec, H200, backward=True)
@@ -250,7 +253,9 @@ def test_walks_of_columns_take_every_tile_once() -> None:
         assert inside == set(range(first_full, rows.count - 1))  # the last row block is ragged
 
 
-@pytest.mark.parametrize(("rows", "width"), [(8, 64), (1, 128), (77, 64), (77, 96), (256, 128), (77, 192), (256, 256)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(8, 64), (1, 128), (77, 64), (77, 96), (256, 128), (77, 192), (256, 256)]
+)
 def test_any_length_lowers_for_a_gpu(rows: int, width: int) -> None:
     x = jax.ShapeDtypeStruct((1, rows, 2, width), BF16)
 
