@@ -21,6 +21,7 @@ from flashjax.kernels.hopper.config import (
 from flashjax.kernels.hopper.forward import forward
 from flashjax.kernels.hopper.order import LIMIT, too_large
 from flashjax.kernels.hopper.replay import MOSAIC
+from flashjax.kernels.sums import all_sums
 from flashjax.masks import Blocks
 from flashjax.spec import Operands, Spec
 from flashjax.structure import is_blocked
@@ -99,9 +100,11 @@ _ARGUMENTS = {"mask": "mask or segment_ids", "score": "score_mod"}
 
 def _without_backward(spec: Spec) -> OtherDevice | None:
     """Whose backward is another backend's: kernels too, so that nobody is warned."""
-    more = sorted(spec.wanted - {"query", "key", "value", "sinks"})
+    by_dims = any(config.by_dims for config in backward_configs(spec))
+    more = sorted({x.name for x in all_sums(spec) if x.has_rows or by_dims})
     if more:
-        return OtherDevice(f"the backward makes no gradient of {', '.join(more)}")
+        where = f"head dims {spec.head_dim} and {spec.value_dim}" if by_dims else "rows of its own"
+        return OtherDevice(f"the backward makes no gradient of {', '.join(more)} with {where}")
     if spec.deterministic_backward and not ordered(spec):
         return OtherDevice(
             "deterministic_backward=True: the order of the additions to dQ would be a table of "

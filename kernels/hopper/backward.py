@@ -28,6 +28,7 @@ from flashjax.kernels.hopper.buffers import Tiles
 from flashjax.kernels.hopper.columns import Columns, consume
 from flashjax.kernels.hopper.config import (
     REGISTERS,
+    ROWS,
     TOGETHER,
     held_head_dim,
     padded_head_dim,
@@ -38,6 +39,7 @@ from flashjax.kernels.hopper.order import Order
 from flashjax.kernels.hopper.refs import Barriers, Copies
 from flashjax.kernels.hopper.tile import Scorer
 from flashjax.kernels.hopper.walk import Walker
+from flashjax.kernels.sums import in_structure, summed
 from flashjax.masks import Blocks
 from flashjax.spec import Operands, Spec
 
@@ -63,7 +65,7 @@ def backward(
     *,
     interpret: Any = None,
 ) -> Operands:
-    """Gradients of query, key and value, those of them that are wanted."""
+    """Gradients of ``spec.wanted`` but sinks, in their operands' dtypes."""
     rows, columns = Blocks(spec.rows, config.rows), Blocks(spec.columns, config.columns)
     walker = Walker(spec, operands.mask, rows, columns, "columns")
     scorer = Scorer(
@@ -82,7 +84,7 @@ def backward(
     given = _given(call, operands, lse, delta, d_out)
     head = padded_head_dim(spec.head_dim)
     sums = jnp.zeros((spec.batch, spec.heads, rows.padded, head), jnp.float32)
-    d_query, d_key, d_value = _run(call, given, sums)
+    d_query, d_key, d_value, *vectors = _run(call, given, sums)
     d_query = d_query[:, :, : spec.rows, : spec.head_dim].swapaxes(1, 2)
     if scorer.folded:
         d_query = d_query * jnp.float32(spec.scale)
@@ -90,6 +92,13 @@ def backward(
         query=d_query.astype(spec.dtype),
         key=d_key[..., : spec.head_dim],
         value=d_value[..., : spec.value_dim],
+        **in_structure(
+            spec,
+            {
+                (x.name, x.leaf): summed(vector[..., : spec.columns], x)
+                for x, vector in zip(call.sums, vectors, strict=True)
+            },
+        ),
     )
     unwanted = {"query", "key", "value"} - spec.wanted
     return dataclasses.replace(found, **dict.fromkeys(unwanted))
@@ -129,8 +138,8 @@ def _finite(x: jax.Array, where: Any) -> jax.Array:
     return jnp.where(where & ~jnp.isfinite(x), jnp.zeros_like(x), x)
 
 
-def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ in float32, of heads before rows and before scaling, dK and dV."""
+def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, ...]:
+    """dQ in float32, of heads before rows and before scaling, dK, dV and the sums along rows."""
     spec = call.spec
 
     def kernel(*refs: Any) -> None:
@@ -146,6 +155,9 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Arra
         jax.ShapeDtypeStruct((*x.shape[:-1], held_head_dim(x.shape[-1])), spec.dtype)
         for x in (spec.shapes.key, spec.shapes.value)
     ]
+    # A vector's copy does not end where the array does.
+    along_rows = spec.batch, spec.heads, call.walker.own.padded
+    outs += [jax.ShapeDtypeStruct(along_rows, jnp.dtype(jnp.float32)) for _ in call.sums]
     run = plgpu.kernel(
         kernel,
         out_type=outs,
@@ -154,7 +166,8 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Arra
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Sums along rows: each warp is by itself.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=call.interpret,
         kernel_name="flashjax_backward",
     )
@@ -167,10 +180,11 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, jax.Arra
     # Written whole: XLA never makes these zeros.
     order = call.order
     inputs = (*given, *call.scorer.arrays, *call.walker.arrays, *(order.arrays if order else []))
-    d_key, d_value = (jnp.zeros(x.shape, x.dtype) for x in outs)
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in outs]
     counters = [] if order is None else [order.counters(CONSUMERS)]
-    d_query, _, d_key, d_value = pl.run_state(body)((sums, counters, d_key, d_value))
-    return d_query, d_key, d_value
+    start: Any = sums, counters, *zeros
+    d_query, _, *rest = pl.run_state(body)(start)
+    return d_query, *rest
 
 
 def scratch(call: Call) -> list[Any]:
@@ -194,6 +208,7 @@ def scratch(call: Call) -> list[Any]:
         ],
         vector,
         vector,
+        plgpu.SMEM((CONSUMERS, len(call.sums), ROWS), jnp.float32) if call.sums else None,
         plgpu.Barrier(num_arrivals=len(buffers.k.widths) + len(buffers.v.widths)),
         pair(config.stages, len(buffers.q.widths) + 2),
         pair(config.d_out_stages, len(buffers.do.widths)),

@@ -18,6 +18,7 @@ from flashjax.kernels.hopper.config import (
     SHARED_MEMORY,
     padded_head_dim,
 )
+from flashjax.kernels.sums import all_sums
 from flashjax.spec import Spec
 from flashjax.structure import is_blocked
 
@@ -67,6 +68,7 @@ def _register_rich(spec: Spec, rows: int) -> bool:
     """Whether so many rows take more registers than there are: tiles of what is not plain do."""
     shapes = spec.shapes
     plain = shapes.bias is None and shapes.score is None and not spec.dropout_rate
+    plain = plain and not all_sums(spec)
     return rows > ROWS and not plain
 
 
@@ -82,6 +84,7 @@ def shared_memory(spec: Spec, config: BackwardConfig) -> int:
         SCORES * config.rows * config.columns * item * (2 if config.by_dims else 1),
         config.rows * (CONSUMERS * sent(head // CONSUMERS) if config.by_dims else head) * 4,
         *[4 * config.stages * config.rows] * 2,
+        4 * len(all_sums(spec)) * CONSUMERS * ROWS,
         ALIGNMENT,  # barriers
     ]
     return sum(-(-part // ALIGNMENT) * ALIGNMENT for part in parts)

@@ -18,6 +18,7 @@ from flashjax.kernels.hopper.order import Order
 from flashjax.kernels.hopper.refs import Barriers, all_of
 from flashjax.kernels.hopper.tile import Scorer
 from flashjax.kernels.hopper.walk import Walk, Walker
+from flashjax.kernels.sums import Sum, all_sums
 from flashjax.spec import Spec
 
 HALF = 32  # of the 64 rows of a tile: they are whole swizzled tiles of P and dS
@@ -53,10 +54,12 @@ class Refs(NamedTuple):
     done_adds: Any  # of each row block and consumer; None where any order will do
     d_key: Any
     d_value: Any
+    sums: Any  # of the operands without rows, along rows
     tiles: Buffers
     dq: Any  # of each consumer: its share on its way out
     row_shift: Any  # of stages
     row_delta: Any
+    own_sums: Any  # of each consumer and operand: on their way out; None where there are none
     block_bar: Any  # K and V have come
     q_bar: Barriers  # of Q and its rows' vectors
     do_bar: Barriers
@@ -96,9 +99,10 @@ class Call:
             rest = rest[n:]
         d_query, *rest = rest
         done_adds, rest = (None, rest) if self.order is None else (rest[0], rest[1:])
-        d_key, d_value, memory, *rest = rest
+        d_key, d_value, *rest = rest
+        sums, (memory, *rest) = rest[: len(self.sums)], rest[len(self.sums) :]
         tiles = Buffers(*(b and b.of(ref) for b, ref in zip(self.buffers, memory, strict=True)))
-        every = [*refs[:6], *parts, d_query, done_adds, d_key, d_value, tiles, *rest]
+        every = [*refs[:6], *parts, d_query, done_adds, d_key, d_value, sums, tiles, *rest]
         return Refs(*every)
 
     @property
@@ -124,6 +128,11 @@ class Call:
         # Both sides of a product, as dS · K, have one swizzle.
         ds = dataclasses.replace(k, count=SCORES, dim=config.rows, ragged=False, part=None)
         return Buffers(k, v, q, do, ds, ds if config.by_dims else None)
+
+    @property
+    def sums(self) -> list[Sum]:
+        """What is summed along rows for the gradients of operands that have none."""
+        return all_sums(self.spec)
 
     @property
     def halves_dims(self) -> bool:

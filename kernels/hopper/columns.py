@@ -17,7 +17,7 @@ from flashjax.kernels.hopper.backward_refs import Call, Refs
 from flashjax.kernels.hopper.buffers import Tiles
 from flashjax.kernels.hopper.config import REGISTERS, ROWS
 from flashjax.kernels.hopper.items import Place
-from flashjax.kernels.hopper.layouts import COLUMN, TILE
+from flashjax.kernels.hopper.layouts import COLUMN, ROW, TILE
 from flashjax.kernels.hopper.order import await_turn, pass_turn
 from flashjax.kernels.tile import Reader, Tile
 
@@ -60,6 +60,10 @@ class Step(NamedTuple):
     await_next: Callable[[], None]  # for the next step's queries
 
 
+# Of each operand without rows: a tile's values summed along rows.
+Vectors = tuple[jax.Array, ...]
+
+
 class Columns:
     """The columns of one item that are this consumer's."""
 
@@ -97,16 +101,22 @@ class Columns:
                 def _() -> None:
                     plgpu.barrier_wait(refs.q_bar.full.at[call.slot(before + t)])
 
-            def step(t: Any, last: Rows, masked: bool) -> Rows:
+            def step(t: Any, carry: Any, masked: bool) -> Any:
+                last, sums = carry
                 tile = walk.tile(t, masked)
                 rows = Rows(tile, n, self.turn(n, tile))
                 here = Step(before + t, rows, last, masked, lambda: await_query(t + 1))
-                self.step(here, reader, dk_acc, dv_acc)
-                return rows
+                found = self.step(here, reader, dk_acc, dv_acc)
+                return rows, tuple(a + b for a, b in zip(sums, found, strict=True))
 
             await_query(jnp.int32(0))
+            nought = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW) if call.sums else None
+            carried: Any = last, (nought,) * len(call.sums)
             for masked, begin, end in walk.all_loops():
-                last = lax.fori_loop(begin, end, functools.partial(step, masked=masked), last)
+                body = functools.partial(step, masked=masked)
+                carried = lax.fori_loop(begin, end, body, carried)
+            last, sums = carried
+            self.send_sums(n, sums)
             return before + walk.total, last
 
         first = call.first_head(key_head)
@@ -151,14 +161,14 @@ class Columns:
         """Of the step before."""
         plgpu.barrier_wait(self.refs.ds_bar)
 
-    def step(self, here: Step, reader: Reader, dk_acc: Any, dv_acc: Any) -> None:
+    def step(self, here: Step, reader: Reader, dk_acc: Any, dv_acc: Any) -> Vectors:
         """Takes in one block of rows, and adds up dQ of the one before.
 
         Thus no consumer waits for the other's part of dS.
         """
         refs, slot = self.refs, self.call.slot(here.count)
         q, do = refs.tiles.q.parts(slot), refs.tiles.do.parts(slot)
-        p, ds = self.weigh(here, reader, q, do)
+        p, ds, sums = self.weigh(here, reader, q, do)
         for acc, part in zip(dv_acc, do, strict=True):
             plgpu.wgmma(acc, p, part)
         self.share_scores(here.count, ds)
@@ -168,9 +178,12 @@ class Columns:
         self.count(here.last)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
         plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
+        return sums
 
-    def weigh(self, here: Step, reader: Reader, q: Any, do: Any) -> tuple[jax.Array, jax.Array]:
-        """Pᵀ and dSᵀ, rounded."""
+    def weigh(
+        self, here: Step, reader: Reader, q: Any, do: Any
+    ) -> tuple[jax.Array, jax.Array, Vectors]:
+        """Pᵀ and dSᵀ, rounded, and the tile's part of the sums along rows."""
         refs, config, folds = self.refs, self.call.config, self.call.folds
         slot, dtype = self.call.slot(here.count), self.call.spec.dtype
         row, rows = here.rows.block * config.rows + self.rows.start, self.rows.size
@@ -204,10 +217,13 @@ class Columns:
             d_p = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             delta = None if folds else vector(refs.row_delta)
             pulled = reader.gradients(scored, p, delta, d_p, tile)
-            return pulled.weights.astype(dtype), pulled.products.astype(dtype)
+            # A gradient that is the same everywhere would have no layout.
+            values = (plgpu.layout_cast(x.of(scored, pulled), TILE) for x in self.call.sums)
+            sums = tuple(x.sum(tile.row_axis) for x in values)
+            return pulled.weights.astype(dtype), pulled.products.astype(dtype), sums
 
         products = plgpu.ACC(tile.shape, jnp.float32)
-        found: tuple[jax.Array, jax.Array] = pl.run_scoped(with_scores, products)
+        found: tuple[jax.Array, jax.Array, Vectors] = pl.run_scoped(with_scores, products)
         return found
 
     def add_query(self, count: Any, of: Rows, then: Callable[[], None], pending: int) -> None:
@@ -257,6 +273,19 @@ class Columns:
             refs.d_query.at[self.place.batch, of.head, there, pl.ds(first, begin)],
             reduction_op="add",
         )
+
+    def send_sums(self, head: Any, sums: Vectors) -> None:
+        """Those of one query head."""
+        if not sums:
+            return
+        refs, columns = self.refs, pl.ds(self.first, ROWS)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the head before is out
+        for i, x in enumerate(sums):
+            refs.own_sums.at[self.consumer, i][...] = x
+        plgpu.commit_smem()
+        for i, there in enumerate(refs.sums):
+            own = refs.own_sums.at[self.consumer, i]
+            plgpu.copy_smem_to_gmem(own, there.at[self.place.batch, head, columns])
 
     def turn(self, head: Any, rows: Any) -> Any:
         """At dQ of a block of rows; None where any order will do."""

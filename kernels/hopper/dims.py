@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from flashjax.kernels.hopper.backward_refs import HALF
 from flashjax.kernels.hopper.buffers import Tiles
-from flashjax.kernels.hopper.columns import Columns, Step
+from flashjax.kernels.hopper.columns import Columns, Step, Vectors
 from flashjax.kernels.hopper.config import ROWS
 from flashjax.kernels.tile import Reader
 
@@ -44,12 +44,12 @@ class Dims(Columns):
     def await_scores(self) -> None:
         """Its own step has."""
 
-    def step(self, here: Step, reader: Reader, dk_acc: Any, dv_acc: Any) -> None:
+    def step(self, here: Step, reader: Reader, dk_acc: Any, dv_acc: Any) -> Vectors:
         refs, call, share = self.refs, self.call, self.share
         slot, d_out_slot = call.slot(here.count), call.d_out_slot(here.count)
         q, do = refs.tiles.q, refs.tiles.do
         mine = q.parts(slot, self.rows), do.parts(d_out_slot, self.rows)
-        p, ds = self.weigh(here, reader, *mine)
+        p, ds, sums = self.weigh(here, reader, *mine)
         self.share_scores(here.count, ds, p)
         for own, scores, parts in (
             (dv_acc, self.weights(here.count), do.parts_of(d_out_slot, *share.values)),
@@ -62,6 +62,7 @@ class Dims(Columns):
         plgpu.wgmma_wait(0)
         self.count(here.last)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
+        return sums
 
     def leaving(self, tiles: Tiles, dims: Any) -> tuple[list[Any], list[tuple[Any, Any]]]:
         share = self.share.dims if tiles is self.refs.tiles.k else self.share.values

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.kernels.sums import Sum, in_structure, summed, sums
 from flashjax.kernels.tile import Tile, seen
 from flashjax.kernels.triton import language as tl
 from flashjax.kernels.triton.bias import bias_gradient
 from flashjax.kernels.triton.config import BackwardConfig, ForwardConfig
 from flashjax.kernels.triton.matrix import Matrix, Parts, Rows, product, weighted
-from flashjax.kernels.triton.sums import Sum, in_structure, summed, sums
 from flashjax.kernels.triton.tile import Scorer
 from flashjax.kernels.triton.walk import Walker, guarded
 from flashjax.masks import Blocks

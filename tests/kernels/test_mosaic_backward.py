@@ -19,12 +19,24 @@ from flashjax.kernels.hopper.backward_config import BackwardConfig, shared_memor
 from flashjax.kernels.hopper.order import Order
 from flashjax.kernels.hopper.walk import Walker
 from flashjax.masks import Blocks, Causal
+from flashjax.scores import Alibi, ScoreMod
 from flashjax.spec import Spec
 from scripts.deviceless import abstract_mesh
-from tests.features import build
-from tests.inputs import BF16, F16, Case, Shape, arrays_of, case, jit, poisoned, said, same_bits
+from tests.features import PARTS, Part, build
+from tests.inputs import (
+    BF16,
+    F16,
+    Case,
+    Shape,
+    arrays_of,
+    case,
+    jit,
+    poisoned,
+    said,
+    same_bits,
+)
 from tests.kernels import mosaic
-from tests.oracle import Array
+from tests.oracle import Array, Score
 
 H200 = Device("cuda", "NVIDIA H200", "9.0")
 NAMES = ("query", "key", "value")
@@ -42,21 +54,38 @@ def wanting(spec: Spec, *names: str) -> Spec:
 
 
 def gradients(
-    case: Case, rows: int | None = None, *, deterministic: bool = False
+    case: Case,
+    rows: int | None = None,
+    *,
+    more: tuple[str, ...] = (),
+    deterministic: bool = False,
 ) -> dict[str, Array]:
-    """Of query, key and value, from the oracle's output and LSE; with tiles of so many rows."""
+    """Of query, key and value, from the oracle's output and LSE; with tiles of so many rows.
+
+    With `more`, fields of `Operands`, also those of the case's operands.
+    """
     backend = Hopper(mosaic.params(), with_backward=True)
 
     def run(inputs: Any, operands: Any, arrays: Any, out: Any, lse: Any, cotangents: Any) -> Any:
         bound = bind(*inputs, Arguments(**said(case, operands, arrays)))
-        spec, (d_out, d_lse) = wanting(bound.spec), cotangents
+        spec, (d_out, d_lse) = wanting(bound.spec, *NAMES, *more), cotangents
         spec = dataclasses.replace(spec, deterministic_backward=deterministic)
         assert backend.unsupported(spec, H200, backward=True) is None
         config: Any = backend.configs(spec, H200, backward=True)[0]
         config = dataclasses.replace(config, rows=rows or config.rows)
         products = jnp.where(out == 0, 0, out * d_out.astype(jnp.float32)).sum(-1)
         delta = jnp.where(lse == -jnp.inf, 0, products - d_lse).swapaxes(1, 2)
-        return backend.backward(spec, config, bound.operands, lse.swapaxes(1, 2), delta, d_out)
+        given = bound.operands, lse.swapaxes(1, 2), delta, d_out
+        found = backend.backward(spec, config, *given)
+
+        def bound_floats(operands: Any) -> list[Any]:
+            bound = bind(*inputs, Arguments(**said(case, operands, arrays))).operands
+            leaves = jax.tree.leaves([getattr(bound, name) for name in more])
+            return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        _, pull = jax.vjp(bound_floats, operands)
+        (others,) = pull(jax.tree.leaves([getattr(found, name) for name in more]))
+        return {name: getattr(found, name) for name in NAMES} | (others if more else {})
 
     reference = case.judge.reference
     out, lse = (reference[name].astype(np.float32) for name in ("out", "lse"))
@@ -64,7 +93,7 @@ def gradients(
     arrays = arrays_of(case.arguments)
     found = jit(run)(inputs, dict(case.operands), arrays, out, lse, case.cotangents)
     assert not mosaic.races_found()
-    return {name: np.asarray(getattr(found, name)) for name in NAMES}
+    return {name: np.asarray(x).reshape(reference[name].shape) for name, x in found.items()}
 
 
 # Parts of a call, its shape and dtype, rows of a tile.
@@ -117,6 +146,65 @@ def test_gradients_added_in_one_order(name: str) -> None:
     names, shape, dtype, rows = CASES[name]
     made = build(shape, names, dtype)
     made.judge.hold(gradients(made, rows, deterministic=True))
+
+
+def _bent(
+    score: Any, row: Any, column: Any, batch: Any, head: Any, *, b: Any, c: Any, d: Any
+) -> Any:
+    return d * score + b * c * (row - column).astype(score.dtype) / 16
+
+
+def _bent_oracle(x: Any) -> Score:
+    b, d = x["b"][:, None, None, :], x["d"].reshape(1, -1, 1, 1)
+    c = x["c"].reshape(1, 1, 1, 1)
+
+    def value(s: Any, i: Any, j: Any, m: Any, n: Any) -> Any:
+        return d[0, n, 0, 0] * s + b[m, 0, 0, j] * c.item() * (i - j).astype(s.dtype) / 16
+
+    def partials(s: Any, i: Any, j: Any, m: Any, n: Any) -> dict[str, Any]:
+        far = (i - j).astype(s.dtype) / 16
+        found = {"score": d[0, n, 0, 0] + 0 * s, "d": s}
+        return found | {"b": c.item() * far, "c": b[m, 0, 0, j] * far}
+
+    return Score(value, partials, {"b": b.shape, "c": c.shape, "d": d.shape})
+
+
+def modified(shape: Shape, r: np.random.Generator) -> Part:
+    """A modifier with columns, heads and a scalar."""
+    arrays = {
+        "b": 0.3 * r.normal(size=(shape.B, shape.S)),
+        "c": np.asarray(0.5),
+        "d": 1 + 0.2 * r.normal(size=shape.N),
+    }
+
+    def make(x: Any) -> Any:
+        columns, heads = {"b": x["b"]}, {"d": x["d"]}
+        return ScoreMod(_bent, columns=columns, scalars={"c": x["c"]}, heads=heads)
+
+    return Part(operands=arrays, options={"score": _bent_oracle}, score_mod=make)
+
+
+# Parts of a call, those fields of its operands that have gradients, its shape and dtype.
+SUMMED: dict[str, tuple[tuple[str, ...], tuple[str, ...], Shape, Any]] = {
+    "a scale, slopes": (
+        ("traced_scale", "alibi", "is_causal"), ("scale", "score"),
+        Shape(1, 70, 150, 4, 2, 64, 40), F16,
+    ),
+    "a bias of columns": (
+        ("lengths", "bias (N,1,S)"), ("bias",), Shape(2, 34, 130, 2, 1, 128, 128), BF16,
+    ),
+    "modified": (("dropout", "modified"), ("score",), Shape(2, 70, 72, 2, 1, 24, 64), BF16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_gradients_of_operands_without_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, more, shape, dtype = SUMMED[name]
+    monkeypatch.setitem(PARTS, "modified", modified)
+    made = build(shape, names, dtype)
+    found = gradients(made, more=more)
+    assert found.keys() == {*NAMES, *made.operands}
+    made.judge.hold(found)
 
 
 LENGTHS = 600, 700  # T and S
@@ -225,7 +313,12 @@ def test_what_it_cannot_do_triton_does() -> None:
         "more than 16777216 entries": wanting(
             spec_of(64, 64, 2**19, is_causal=True, deterministic_backward=True)
         ),
-        "no gradient of bias": wanting(spec_of(64, 64), "query", "bias"),
+        "no gradient of bias with rows of its own": wanting(
+            spec_of(64, 64, bias=np.zeros((1024, 1), BF16)), "query", "bias"
+        ),
+        "no gradient of score with head dims 64 and 136": wanting(
+            spec_of(64, 136, score_mod=Alibi(np.ones(8, np.float32))), "query", "score"
+        ),
     }
     for words, spec in others.items():
         made = plan.plan(spec, "mosaic", H200)
@@ -253,6 +346,28 @@ def test_walks_of_columns_take_every_tile_once() -> None:
         assert inside == set(range(first_full, rows.count - 1))  # the last row block is ragged
 
 
+@pytest.mark.usefixtures("offered")
+@pytest.mark.parametrize("width", [64, 128])
+def test_sums_lower_for_a_gpu(width: int) -> None:
+    x = jax.ShapeDtypeStruct((1, 77, 2, width), BF16)
+    scale, slopes = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
+    bias = jax.ShapeDtypeStruct((2, 1, 77), BF16)
+
+    def loss(q: Any, scale: Any, slopes: Any, bias: Any) -> Any:
+        out = flashjax.dot_product_attention(
+            q, q, q, bias, scale=scale, score_mod=Alibi(slopes), is_causal=True,
+            implementation="mosaic",
+        )  # fmt: skip
+        return out.astype(jnp.float32).sum()
+
+    with jax.sharding.use_abstract_mesh(abstract_mesh("9.0")):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(x, scale, slopes, bias)
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "flashjax_backward" in lowered
+    assert "flashjax_backward_key" not in lowered  # Triton's
+
+
+@pytest.mark.usefixtures("offered")
 @pytest.mark.parametrize(
     ("rows", "width"), [(8, 64), (1, 128), (77, 64), (77, 96), (256, 128), (77, 192), (256, 256)]
 )
@@ -265,7 +380,9 @@ def test_any_length_lowers_for_a_gpu(rows: int, width: int) -> None:
 
     with jax.sharding.use_abstract_mesh(abstract_mesh("9.0")):
         lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
-    assert "flashjax_backward" in lowered.as_text()
+    text = lowered.as_text()
+    assert "flashjax_backward" in text
+    assert "flashjax_backward_key" not in text  # Triton's
 
 
 def test_strict_promotion() -> None:

@@ -1,8 +1,9 @@
 """Gradients of operands that are broadcast over the logits: sums of one value per element.
 
-Operands of rows (and of nothing) are summed in the pass over row blocks, those of columns in the
-pass over column blocks, each in the kernel along its block and outside it over batch and heads.
-Operands with both, only a bias can be that, have a pass of their own.
+A kernel sums a tile's values along rows or columns, XLA then over batch and heads. Triton's pass
+over row blocks takes operands of rows (and of nothing), that over column blocks those of columns;
+operands with both, only a bias can be that, have a pass of their own. Hopper's one pass, over
+column blocks, takes all that have no rows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Sum(NamedTuple):
             return "rows"
         return "columns" if self.shape[2] == 1 else "tile"
 
+    @property
+    def has_rows(self) -> bool:
+        return self.shape[2] != 1
+
     def of(self, scored: Scored, pulled: Pulled) -> jax.Array:
         """The tile's values."""
         if self.name == "scale":
@@ -38,19 +43,27 @@ class Sum(NamedTuple):
         return pulled.raw if self.name == "bias" else pulled.leaves[self.leaf]
 
 
-def sums(spec: Spec, kind: Kind) -> list[Sum]:
-    """The wanted gradients of one kind."""
+def all_sums(spec: Spec) -> list[Sum]:
+    """The wanted gradients."""
     found = []
     for name in ("scale", "bias", "score"):
         if name in spec.wanted:
             leaves = jax.tree.leaves(getattr(spec.shapes, name))
             floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
             found += [Sum(name, i, tuple(x.shape)) for i, x in enumerate(floating)]
-    return [x for x in found if x.kind == kind]
+    return found
+
+
+def sums(spec: Spec, kind: Kind) -> list[Sum]:
+    """Those of one kind."""
+    return [x for x in all_sums(spec) if x.kind == kind]
 
 
 def summed(vector: jax.Array, of: Sum) -> jax.Array:
-    """(B, N, T or S) sums along tiles, summed on to the operand's shape."""
+    """(B, N, T or S) sums along tiles, summed on to the operand's shape.
+
+    Of an operand of nothing they may be either.
+    """
     spread = vector[..., None] if of.kind == "rows" else vector[..., None, :]
     axes = [i for i, size in enumerate(of.shape) if size == 1 and spread.shape[i] != 1]
     return spread.sum(axes, keepdims=True) if axes else spread
