@@ -152,10 +152,16 @@ def ratio_bars(found: Sequence[Record]) -> Any:
     for (axis,), (direction, record) in zip(axes, passes, strict=True):
         names = list(record.workloads)
         for place, contender in enumerate(contenders):
-            cells = [record.find(name, contender, direction) for name in names]
-            heights = [0.0 if c is None else record.ratio(c) or 0.0 for c in cells]
+            leads = [record.lead(name, contender, [direction]) for name in names]
             x = [i + (place - (len(contenders) - 1) / 2) * width for i in range(len(names))]
+            heights = [lead or 0.0 for lead in leads]
             axis.bar(x, heights, width, label=contender, color=COLOURS.get(contender))
+            cells = [record.find(name, contender, "deterministic") for name in names]
+            shares = [0.0 if c is None else record.ratio(c) or 0.0 for c in cells]
+            if direction == "backward" and any(shares):
+                heights = [h * share for h, share in zip(heights, shares, strict=True)]
+                label, drawn = f"{contender}, deterministic", {"fill": False, "hatch": "////"}
+                axis.bar(x, heights, width, label=label, linewidth=0.5, **drawn)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(range(len(names)), names, fontsize=7, rotation=20, ha="right")
         axis.set_title(f"{direction}: speed ÷ best peer's; {where([record])}", fontsize=9)

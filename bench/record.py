@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 FORMAT = "flashjax bench 1"
 RESULTS = Path(__file__).resolve().parent / "results"
-DIRECTIONS = ("forward", "backward", "both")
+# "deterministic" is the backward with deterministic_backward=True: this library's alone.
+DIRECTIONS = ("forward", "backward", "deterministic", "both")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +61,29 @@ class Record:
         return fastest(c for c in cells if not c.ours)
 
     def ratio(self, cell: Cell) -> float | None:
-        """Its speed in units of the best peer's."""
-        best = self.best_peer(cell.workload, cell.direction)
+        """Its speed in units of the best peer's; of a deterministic backward, in units of the same
+        contender's in any order."""
+        if cell.direction == "deterministic":
+            best = self.find(cell.workload, cell.contender, "backward")
+        else:
+            best = self.best_peer(cell.workload, cell.direction)
         if best is None or best.seconds is None or cell.seconds is None:
             return None
         return best.seconds / cell.seconds
+
+    def seconds(self, workload: str, contender: str, directions: Sequence[str]) -> float | None:
+        """Of these directions one after the other; None where one has no time."""
+        cells = [self.find(workload, contender, d) for d in directions]
+        times = [c.seconds for c in cells if c is not None and c.seconds is not None]
+        return sum(times) if len(times) == len(directions) else None
+
+    def lead(self, workload: str, contender: str, directions: Sequence[str]) -> float | None:
+        """Its speed over these directions in units of the peer's that is quickest over them."""
+        peers = {c.contender for c in self.cells if not c.ours}
+        times = [self.seconds(workload, peer, directions) for peer in peers]
+        best = min((t for t in times if t is not None), default=None)
+        own = self.seconds(workload, contender, directions)
+        return None if best is None or own is None else best / own
 
     def after(self, before: Record, anew: Sequence[str]) -> Record:
         """This run's record with what an earlier one found of workloads that are not done `anew`.
@@ -92,6 +113,12 @@ class Record:
 
 def key_of(cell: Cell) -> tuple[str, str, str]:
     return cell.workload, cell.contender, cell.direction
+
+
+def mean_ratio(ratios: Iterable[float | None]) -> float | None:
+    """Their geometric mean; None where there is none of one."""
+    known = [x for x in ratios if x is not None]
+    return math.exp(statistics.fmean(map(math.log, known))) if known else None
 
 
 def fastest(cells: Iterable[Cell]) -> Cell | None:

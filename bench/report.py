@@ -13,14 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.record import DIRECTIONS, RESULTS, Record, records
+from bench.record import DIRECTIONS, RESULTS, Record, mean_ratio, records
 from bench.table import memory, number, speed, worst
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
 MARKED = re.compile(r"(<!-- bench:(\S+) -->\n)(.*?)(<!-- /bench:\2 -->)", re.DOTALL)
 UNMEASURED = "Not measured yet.\n"
-PASS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+PASS = {
+    "forward": "forward",
+    "backward": "backward",
+    "deterministic": "deterministic backward",
+    "both": "forward + backward",
+}
 TRAINING = "train-step.json"
 
 
@@ -77,17 +82,21 @@ def machine_line(record: Record) -> str:
 
 
 def group_tables(record: Record) -> str:
-    """A table a pass, workloads down and contenders across, then memory and errors."""
+    """A table a pass, workloads down and contenders across, then ratios, memory and errors."""
     names = [n for n in record.contenders if any(c.contender == n for c in record.cells)]
     parts = []
     for direction in DIRECTIONS:
         if any(c.direction == direction and c.seconds for c in record.cells):
             parts.append(speed_table(record, names, direction))
+    parts += [ratio_table(record, name) for name in names]
     parts += [memory_table(record, names), error_table(record, names), notes(record)]
     return "\n".join(part for part in parts if part)
 
 
 def speed_table(record: Record, names: Sequence[str], direction: str) -> str:
+    ordered = direction == "deterministic"
+    if ordered:
+        names = [n for n in names if any(record.find(w, n, direction) for w in record.workloads)]
     rows = []
     for workload in record.workloads:
         best = record.best_peer(workload, direction)
@@ -102,10 +111,35 @@ def speed_table(record: Record, names: Sequence[str], direction: str) -> str:
                     text = f"**{text}**"
             cells.append(text)
         rows.append(cells)
-    head = (
-        f"{PASS[direction].capitalize()}, TFLOP/s; in brackets the ratio to the best peer (bold)."
-    )
+    other = "the backward in any order" if ordered else "the best peer (bold)"
+    head = f"{PASS[direction].capitalize()}, TFLOP/s; in brackets the ratio to {other}."
     return f"{head}\n\n{markdown(['workload', 'call', *names], rows)}"
+
+
+def ratio_table(record: Record, name: str) -> str:
+    """What the targets ask of one of this library's implementations, with geometric means."""
+    passes = ("forward", "backward")
+    cells = {(w, d): record.find(w, name, d) for w in record.workloads for d in DIRECTIONS}
+    columns: list[list[float | None]] = [
+        [None if c is None else record.ratio(c) for (_, d), c in cells.items() if d == direction]
+        for direction in (*passes, "deterministic")
+    ]
+    columns.append([record.lead(w, name, passes) for w in record.workloads])
+    ours = any(c is not None and c.ours for c in cells.values())
+    # With one pass alone the table of its speeds says it all.
+    if not ours or not any(x is not None for column in columns[2:] for x in column):
+        return ""
+    rows = [
+        [workload, *(number(column[i], ".2f") for column in columns)]
+        for i, workload in enumerate(record.workloads)
+    ]
+    rows.append(["geometric mean", *(number(mean_ratio(column), ".3f") for column in columns)])
+    head = (
+        f"Speed of {name}: of each pass and of both, one after the other, in units of the best "
+        "peer's; of the deterministic backward in units of the one in any order."
+    )
+    labels = ["workload", "forward", "backward", "deterministic ÷ backward", "forward + backward"]
+    return f"{head}\n\n{markdown(labels, rows)}"
 
 
 def memory_table(record: Record, names: Sequence[str]) -> str:

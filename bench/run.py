@@ -24,7 +24,7 @@ from tqdm import tqdm
 from bench import machine, table
 from bench.peers import PEERS, Contender, Flashjax, Missing, Program
 from bench.programs import Inputs
-from bench.record import DIRECTIONS, RESULTS, Cell, Record
+from bench.record import DIRECTIONS, RESULTS, Cell, Record, mean_ratio
 from bench.timing import QUICK, Rule, measured
 from bench.truth import Operands, Truth, truth
 from flashjax.cases import GROUPS, Workload
@@ -171,7 +171,7 @@ def run_group(
     path: Path,
 ) -> None:
     directions = tuple(flags.directions)
-    total = len(workloads) * len(contenders) * len(directions)
+    total = len(workloads) * sum(len(taken(c, directions)) for c in contenders)
     with tqdm(total=total, file=sys.stderr, disable=None, unit="cell", leave=False) as bar:
 
         def show(text: str) -> None:
@@ -204,6 +204,14 @@ def run_group(
             record.save(path)
             jax.clear_caches()
             gc.collect()
+        for contender in contenders:
+            passes = ("forward", "backward")
+            leads = [record.lead(name, contender.name, passes) for name in record.workloads]
+            if contender.ours and (mean := mean_ratio(leads)) is not None:
+                show(
+                    f"\n{contender.name}: {mean:.3f} × the best peer's speed over forward and "
+                    f"backward, geometric mean of {len(leads) - leads.count(None)} workloads"
+                )
 
 
 def run_workload(
@@ -253,7 +261,7 @@ class Workshop:
             return
         for contender in contenders:
             if contender.compiles_ahead and contender.unsupported(inputs.workload) is None:
-                for direction in directions:
+                for direction in taken(contender, directions):
                     made = self._pool.submit(make_program, contender, inputs, direction)
                     self._made[contender.name, direction] = made
         # What is timed must not share the host with a compiler.
@@ -264,10 +272,16 @@ class Workshop:
         return make_program(contender, inputs, direction) if made is None else made.result()
 
 
+def taken(contender: Contender, directions: Sequence[str]) -> list[str]:
+    """Those that it is asked for: no peer is for a deterministic backward."""
+    return [d for d in directions if contender.ours or d != "deterministic"]
+
+
 def make_program(contender: Contender, inputs: Inputs, direction: str) -> Program:
     make = {
         "forward": contender.forward,
         "backward": contender.backward,
+        "deterministic": contender.deterministic,
         "both": contender.gradient,
     }[direction]
     return make(inputs)
@@ -284,7 +298,7 @@ def cells_of(
     """A cell for each direction; what fails in one is its note, what is refused is in all."""
     workload = inputs.workload
     refused = contender.unsupported(workload)
-    for direction in directions:
+    for direction in taken(contender, directions):
         empty = Cell(workload.name, contender.name, contender.ours, direction)
         if refused is not None:
             yield dataclasses.replace(empty, note=refused)
@@ -304,8 +318,8 @@ def cells_of(
 def measured_cell(
     empty: Cell, workload: Workload, program: Program, rule: Rule, right: Truth | None
 ) -> Cell:
-    direction: Any = empty.direction
-    errors = {} if right is None else errors_of(right, program, direction)
+    errors = {} if right is None else errors_of(right, program, empty.direction)
+    direction: Any = "backward" if empty.direction == "deterministic" else empty.direction
     timing = measured(program, rule)
     gbs = None
     if workload.memory_bound and jax.default_backend() == "gpu":
@@ -327,7 +341,7 @@ def errors_of(right: Truth, program: Program, direction: str) -> dict[str, float
     found = program.result()
     if direction == "forward":
         return right.errors(out=found)
-    return right.errors(gradients=found if direction == "backward" else found[1])
+    return right.errors(gradients=found[1] if direction == "both" else found)
 
 
 def reason_of(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.record import DIRECTIONS, Cell, Record
 
-HEADS = {"forward": "fwd", "backward": "bwd", "both": "fwd+bwd"}
+HEADS = {"forward": "fwd", "backward": "bwd", "deterministic": "det", "both": "fwd+bwd"}
 NAME, NUMBER = 17, 11
 
 
@@ -14,7 +14,7 @@ def header(directions: tuple[str, ...]) -> str:
         columns += [
             f"{HEADS[direction] + ' ms':>{NUMBER}}",
             f"{'TFLOP/s':>{NUMBER}}",
-            f"{'÷ best':>9}",
+            f"{'÷ bwd' if direction == 'deterministic' else '÷ best':>9}",
         ]
     columns += [f"{'MiB':>9}", f"{'error':>9}", f"{'dq dk dv':>9}", f"{'compile s':>10}"]
     return "".join(columns)

@@ -14,7 +14,7 @@ from bench.peers import PEERS, Contender, Missing
 from bench.peers.base import load
 from bench.peers.jax_functions import FlashAttention3, JaxNn
 from bench.programs import Inputs
-from bench.record import Cell, Record, records
+from bench.record import Cell, Record, mean_ratio, records
 from bench.timing import QUICK
 from flashjax.bind import Arguments
 from flashjax.cases import BY_NAME, GROUPS, Workload
@@ -155,6 +155,42 @@ def test_ratios_are_to_the_best_peer():
     assert "[out of memory]" in table.line(FOUND, "tiny-causal", "slow", ("forward", "both"))
 
 
+PASSES = record_of(
+    cell("flashjax triton", 0.5, ours=True),
+    cell("fast", 1.0),
+    cell("slow", 0.4),
+    cell("flashjax triton", 2.0, ours=True, direction="backward"),
+    cell("flashjax triton", 2.5, ours=True, direction="deterministic"),
+    cell("fast", 2.0, direction="backward"),
+    cell("slow", 3.0, direction="backward"),
+)
+
+
+def test_both_passes_are_held_against_one_peer():
+    """Neither against the forward of one and the backward of another."""
+    assert PASSES.lead("tiny-causal", "flashjax triton", ["forward"]) == 0.8
+    assert PASSES.lead("tiny-causal", "flashjax triton", ["forward", "backward"]) == 3 / 2.5
+    assert PASSES.lead("tiny-causal", "flashjax triton", ["both"]) is None
+    assert mean_ratio([0.5, None, 2.0]) == pytest.approx(1)
+    assert mean_ratio([None]) is None
+
+
+def test_a_deterministic_backward_is_held_against_our_own():
+    ordered = PASSES.find("tiny-causal", "flashjax triton", "deterministic")
+    assert PASSES.ratio(ordered) == 0.8
+    directions = ("backward", "deterministic")
+    assert "0.80" in table.line(PASSES, "tiny-causal", "flashjax triton", directions)
+    assert len(table.line(PASSES, "tiny-causal", "fast", directions)) == len(
+        table.header(directions)
+    )
+    text = report.group_tables(PASSES)
+    row = "| 0.80 | 1.00 | 0.80 | 1.20 |"
+    assert f"| tiny-causal {row}" in text
+    assert "| geometric mean | 0.800 | 1.000 | 0.800 | 1.200 |" in text
+    assert "ratio to the backward in any order.\n\n| workload | call | flashjax triton |\n" in text
+    assert "geometric mean" not in report.group_tables(FOUND)
+
+
 def test_the_page_is_filled_between_its_markers(tmp_path):
     FOUND.save(tmp_path / "results" / "a.json")
     page = report.PAGE.read_text()
@@ -169,7 +205,7 @@ def test_the_page_is_filled_between_its_markers(tmp_path):
 
 
 def test_pictures_are_drawn(tmp_path):
-    drawn = plots.draw([FOUND, dataclasses.replace(FOUND, group="memory")], tmp_path)
+    drawn = plots.draw([PASSES, dataclasses.replace(FOUND, group="memory")], tmp_path)
     assert [path.name for path in drawn] == [plots.SPEED, plots.RATIOS, plots.MEMORY]
     assert all(0 < path.stat().st_size < 200_000 for path in drawn)
 
@@ -257,14 +293,17 @@ def keeps_caches(monkeypatch):
 def test_the_bench_runs_from_end_to_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine, "smi", lambda: {"driver_version": "1.2"})
     words = ["--quick", "--only", "tiny-packed", "--peers", "jax.nn-xla,jax.nn-cudnn"]
-    words += ["--directions", "both", "--out", str(tmp_path), "--compile-threads", "2"]
+    words += ["--directions", "deterministic,both", "--out", str(tmp_path)]
+    words += ["--compile-threads", "2"]
     assert run.main(words) == 0
     shown = capsys.readouterr().out
     assert "jax.nn cudnn: missing (needs an NVIDIA GPU)" in shown
     (path,) = tmp_path.glob("*-tiny-only.json")
     found = Record.load(path)
-    assert {c.contender for c in found.cells if c.seconds} == {"flashjax xla", "jax.nn xla"}
-    assert len(found.cells) == 2
+    assert {(c.contender, c.direction) for c in found.cells if c.seconds} == {
+        ("flashjax xla", "deterministic"), ("flashjax xla", "both"), ("jax.nn xla", "both"),
+    }  # fmt: skip
+    assert len(found.cells) == 3
     assert all(c.errors["dk relative"] < 1e-5 for c in found.cells)
     assert found.calibration["matmul_tflops"] > 0
     assert found.machine["versions"]["jax"] == jax.__version__

@@ -65,6 +65,10 @@ class Contender:
     def backward(self, inputs: Inputs) -> Program:
         raise NotImplementedError
 
+    def deterministic(self, inputs: Inputs) -> Program:
+        """The backward, its sums always in one order."""
+        raise NotImplementedError
+
     def gradient(self, inputs: Inputs) -> Program:
         """Forward and backward, (out, (dq, dk, dv))."""
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from bench.peers.base import (
     parted,
     version_of,
 )
-from bench.programs import Attention, Inputs
+from bench.programs import Attention, Inputs, JaxProgram
 from flashjax.cases import Workload, near_or_strided
 
 GIB = 2**30
@@ -43,6 +44,10 @@ class Flashjax(JaxContender):
 
     def unsupported(self, workload: Workload) -> str | None:
         return None  # the call itself says so, in NotImplementedError
+
+    def deterministic(self, inputs: Inputs) -> JaxProgram:
+        arguments = inputs.arguments | {"deterministic_backward": True}
+        return self.backward(dataclasses.replace(inputs, arguments=arguments))
 
     def call(self, inputs: Inputs) -> tuple[Attention, dict[str, Any]]:
         arrays, static = parted(inputs.arguments)
