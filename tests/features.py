@@ -62,6 +62,20 @@ def build(shape: Shape, names: Sequence[str], dtype: Any = USUAL, seed: int = 0)
     )  # fmt: skip
 
 
+def far_from_0(shape: Shape, dtype: Any = USUAL, **arguments: Any) -> Case:
+    """Large inputs, and scores of some rows that lie 160 lower or higher: float32's exponential of
+    an LSE would be 0 or infinite."""
+    made = case(shape, dtype)
+    query, key, value = 5 * made.query, 3 * made.key, 3 * made.value
+    key[..., 0] = 16
+    query[..., 0] = (np.arange(shape.T) % 3 - 1)[:, None] * 10 * np.sqrt(shape.H)
+    made = Case(query, key, value, arguments=arguments)
+    lse = made.judge.reference["lse"]
+    assert lse.min() < -88
+    assert lse.max() > 88
+    return made
+
+
 def _term(mask: Any) -> masks.Mask:
     return mask if isinstance(mask, masks.Mask) else masks.Dense(mask)
 

@@ -10,7 +10,7 @@ import pytest
 
 import flashjax
 from flashjax import masks, scores
-from tests.features import PARTS, build, pairwise
+from tests.features import PARTS, build, far_from_0, pairwise
 from tests.inputs import (
     BF16,
     F16,
@@ -256,6 +256,14 @@ def test_biases_that_hide_by_large_numbers(
     column = np.arange(shape.S)
     bias = np.where((column < 130) | (column >= 170), pad, 0)[None, None, None].astype(F32)
     check(implementation, case(shape, USUAL, 6, operands={"bias": bias}))
+
+
+@pytest.mark.parametrize("dtype", [USUAL, BF16, F16][USUAL == BF16 :], ids=str)
+def test_scores_far_from_0(
+    dtype: Any, implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_tiles(monkeypatch, *SMALL)
+    check(implementation, far_from_0(Shape(1, 70, 83, 2, 1, 8, 8), dtype))
 
 
 def with_hidden(case: Case, value: float) -> Case:
