@@ -57,6 +57,12 @@ def describe() -> dict[str, Any]:
     }
 
 
+def peak_memory() -> int:
+    """The most bytes that JAX has had on the device so far; 0 where it keeps no count."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return int(stats.get("peak_bytes_in_use", 0))
+
+
 def cpu_name() -> str:
     return f"cpu {platform.machine()}"
 

@@ -23,9 +23,9 @@ FREE_CALLS = 8
 class JaxProgram:
     """A function compiled for its arguments.
 
-    `memory` is what XLA plans beside the arguments: temporary arrays and results, in bytes. With
-    `make`, `arguments` are shapes, and `make()` gives the arrays when they are needed: a program
-    that waits for its turn holds no memory.
+    `memory` is what XLA plans beside the arguments: temporary arrays and results, in bytes;
+    `temporary` is the former alone. With `make`, `arguments` are shapes, and `make()` gives the
+    arrays when they are needed: a program that waits for its turn holds no memory.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class JaxProgram:
         self.compile_seconds = time.perf_counter() - begin
         plan = self._compiled.memory_analysis()
         self.memory: int | None = None
+        self.temporary: int | None = None
         if plan is not None:
+            self.temporary = plan.temp_size_in_bytes
             self.memory = plan.temp_size_in_bytes + plan.output_size_in_bytes
 
     @property
@@ -154,6 +156,7 @@ class TorchProgram:
     what is allocated before it.
     """
 
+    temporary: int | None = None  # no plan tells
     # How many launches a stream surely queues behind a kernel that spins.
     QUEUED = 128
 

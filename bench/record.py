@@ -21,7 +21,9 @@ class Cell:
     """One contender, workload and direction. `note` says why there is no time, or what to know.
 
     Speeds are of the visited elements' FLOPs and of the bytes that have to move; `memory` is what
-    the call takes beside its arguments, in bytes; `errors` are those of `Truth.errors`.
+    the call takes beside its arguments, in bytes, `temporary` what of it is no result, `peak` the
+    most that JAX had allocated on the device, operands and all, or None where something before it
+    in the process had more; `errors` are those of `Truth.errors`.
     """
 
     workload: str
@@ -35,6 +37,8 @@ class Cell:
     tflops: float | None = None
     gbs: float | None = None
     memory: int | None = None
+    temporary: int | None = None
+    peak: int | None = None
     compile_seconds: float | None = None
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
 

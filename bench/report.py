@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from bench.record import DIRECTIONS, RESULTS, Record, mean_ratio, records
 from bench.table import memory, number, speed, worst
+from flashjax.cases import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -27,6 +32,8 @@ PASS = {
     "both": "forward + backward",
 }
 TRAINING = "train-step.json"
+# Groups whose point is memory.
+PLANNED = ("memory", "million", "grouped")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,7 +96,12 @@ def group_tables(record: Record) -> str:
         if any(c.direction == direction and c.seconds for c in record.cells):
             parts.append(speed_table(record, names, direction))
     parts += [ratio_table(record, name) for name in names]
-    parts += [memory_table(record, names), error_table(record, names), notes(record)]
+    parts += [
+        memory_table(record, names),
+        plan_table(record),
+        error_table(record, names),
+        notes(record),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -149,6 +161,34 @@ def memory_table(record: Record, names: Sequence[str]) -> str:
 
     rows = [[w, *(of(w, name) for name in names)] for w in record.workloads]
     return f"Peak memory beside the operands, MiB.\n\n{markdown(['workload', *names], rows)}"
+
+
+def plan_table(record: Record) -> str:
+    """Temporary arrays of both passes beside the size of those that must not be among them."""
+    rows = []
+    for cell in record.cells:
+        if not cell.ours or cell.direction != "both" or cell.temporary is None:
+            continue
+        w = Workload(**{f.name: record.workloads[cell.workload][f.name] for f in fields(Workload)})
+        size = jnp.dtype(w.dtype).itemsize
+        sizes = (
+            cell.temporary,
+            4 * math.prod(w.query_shape),
+            size * w.batch * w.heads * w.columns * (w.head_dim + w.value_dim),
+            size * w.batch * w.heads * w.rows * w.columns,
+        )
+        shown = [number(x / 2**20, ",.0f") for x in sizes]
+        peak = None if cell.peak is None else cell.peak / 2**30
+        rows.append([cell.workload, cell.contender, *shown, number(peak, ".1f")])
+    if record.group not in PLANNED or not rows:
+        return ""
+    head = (
+        "Forward + backward: the temporary arrays that XLA plans, beside what sums of dQ in "
+        "float32 take, and what K and V of N heads and scores of T × S would take, MiB; the most "
+        "that was allocated on the device, operands included, GiB."
+    )
+    labels = ["workload", "", "temporary", "dQ", "K, V of N heads", "T × S", "peak GiB"]
+    return f"{head}\n\n{markdown(labels, rows)}"
 
 
 def error_table(record: Record, names: Sequence[str]) -> str:

@@ -157,7 +157,8 @@ def title(w: Workload) -> str:
     heads = f"N {w.heads}, K {w.key_heads}" if w.heads != w.key_heads else f"N {w.heads}"
     dims = f"H {w.head_dim}" + (f", Hv {w.value_dim}" if w.value_dim != w.head_dim else "")
     extent = f" {w.extent}" if w.extent else ""
-    words = [f"B {w.batch}", f"T = S {w.rows}", heads, dims, w.mask + extent]
+    lengths = f"T = S {w.rows}" if w.rows == w.columns else f"T {w.rows}, S {w.columns}"
+    words = [f"B {w.batch}", lengths, heads, dims, w.mask + extent]
     words += [f for f in w.features if f != w.mask]
     return ", ".join([*words, w.dtype])
 
@@ -318,9 +319,11 @@ def cells_of(
 def measured_cell(
     empty: Cell, workload: Workload, program: Program, rule: Rule, right: Truth | None
 ) -> Cell:
+    before = machine.peak_memory()
     errors = {} if right is None else errors_of(right, program, empty.direction)
     direction: Any = "backward" if empty.direction == "deterministic" else empty.direction
     timing = measured(program, rule)
+    peak = machine.peak_memory()
     gbs = None
     if workload.memory_bound and jax.default_backend() == "gpu":
         gbs = workload.traffic(direction) / timing.seconds / 1e9
@@ -332,6 +335,8 @@ def measured_cell(
         tflops=workload.flops(direction) / timing.seconds / 1e12,
         gbs=gbs,
         memory=program.memory,
+        temporary=program.temporary,
+        peak=peak if peak > before else None,
         compile_seconds=program.compile_seconds,
         errors=errors,
     )

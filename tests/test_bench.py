@@ -90,7 +90,7 @@ def test_the_float64_sample_agrees_with_the_reference(w):
 def test_names_are_unique_and_the_targets_are_all_there():
     assert len(BY_NAME) == sum(map(len, GROUPS.values()))
     assert len(GROUPS["targets"]) == 10
-    assert {"targets", "variants", "precision", "memory", "million"} <= GROUPS.keys()
+    assert {"targets", "variants", "precision", "memory", "million", "grouped"} <= GROUPS.keys()
     gqa = BY_NAME["h128-8k-causal-gqa"]
     assert (gqa.batch, gqa.heads, gqa.key_heads) == (2, 32, 8)
     # 4·B·N·T·S·H, halved.
@@ -204,6 +204,21 @@ def test_the_page_is_filled_between_its_markers(tmp_path):
     assert {name for _, name, _, _ in marked} >= {"targets", "variants", "precision", "training"}
 
 
+def test_planned_memory_is_shown_beside_what_must_not_be_in_it():
+    w = BY_NAME["grouped-1k-32k"]
+    assert run.title(w).startswith("B 1, T 1024, S 32768, N 64, K 8")
+    assert w.elements() == 1024 * 32768
+    one = cell("flashjax xla", 1.0, ours=True, direction="both", temporary=2**25, peak=2**30)
+    found = dataclasses.replace(
+        record_of(dataclasses.replace(one, workload=w.name), cell("fast", 1.0, direction="both")),
+        group="grouped",
+        workloads={w.name: dataclasses.asdict(w) | {"title": run.title(w)}},
+    )
+    row = "| grouped-1k-32k | flashjax xla | 32 | 32 | 1,024 | 4,096 | 1.0 |"
+    assert row in report.plan_table(found)
+    assert not report.plan_table(FOUND)
+
+
 def test_pictures_are_drawn(tmp_path):
     drawn = plots.draw([PASSES, dataclasses.replace(FOUND, group="memory")], tmp_path)
     assert [path.name for path in drawn] == [plots.SPEED, plots.RATIOS, plots.MEMORY]
@@ -305,6 +320,8 @@ def test_the_bench_runs_from_end_to_end(tmp_path, capsys, monkeypatch):
     }  # fmt: skip
     assert len(found.cells) == 3
     assert all(c.errors["dk relative"] < 1e-5 for c in found.cells)
+    assert all(0 < c.temporary < c.memory for c in found.cells)
+    assert {c.peak for c in found.cells} == {None}  # a CPU keeps no count
     assert found.calibration["matmul_tflops"] > 0
     assert found.machine["versions"]["jax"] == jax.__version__
 

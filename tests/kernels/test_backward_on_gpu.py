@@ -13,6 +13,7 @@ from tests.inputs import (
     Case,
     Shape,
     arrays_of,
+    attention,
     check,
     run,
     same_bits,
@@ -68,6 +69,26 @@ def test_rows_and_columns_differ(
 def test_scores_far_from_0(width: int, deterministic: bool, implementation: Any) -> None:
     arguments = {"deterministic_backward": True} if deterministic else {}
     check(implementation, far_from_0(Shape(1, 400, 600, 1, 1, width, width), BF16, **arguments))
+
+
+def test_grouped_heads_take_no_memory_of_all_heads(implementation: Any) -> None:
+    """Few rows see many columns: K and V of N heads, or scores, would be most of the memory."""
+    if implementation == "reference":
+        pytest.skip("dense")
+    shape = Shape(1, 256, 16384, 64, 8, 128, 128)
+    query = jax.ShapeDtypeStruct((shape.B, shape.T, shape.N, shape.H), BF16)
+    key = jax.ShapeDtypeStruct((shape.B, shape.S, shape.K, shape.H), BF16)
+
+    def both(q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        out, pull = jax.vjp(attention(implementation, return_residual=False), q, k, v)
+        return out, pull(d_out)
+
+    plan = jax.jit(both).lower(query, key, key, query).compile().memory_analysis()
+    assert plan is not None
+    scores = 2 * shape.N * shape.T * shape.S
+    assert scores == 2 * 2 * key.size * shape.N // shape.K  # K and V of N heads
+    # The chunked path keeps sums of dK and dV in float32, twice.
+    assert plan.temp_size_in_bytes < (scores if implementation == "xla" else scores // 4)
 
 
 @pytest.mark.parametrize("names", [(), ("is_causal",), ("segments", "is_causal")], ids="+".join)
