@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 import flashjax.layer
 from bench import machine
+from bench.peers.jax_functions import GIB, MOST_SCORES
 from bench.record import RESULTS
 from bench.run import reason_of
 from flashjax.bind import Arguments
@@ -44,13 +45,15 @@ from lm.train import read_data
 FORMAT = "flashjax train step 1"
 TEXTS = ("packed", "causal")
 WARM_UP = 3
+# After so many seconds of steps a device is warm.
+WARM_SECONDS = 5.0
 # Batches that wait on the device; a run cycles through them.
 BATCHES = 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     on_gpu = jax.default_backend() == "gpu"
-    ours = "flashjax-triton" if on_gpu else "flashjax-xla"
+    ours = ["flashjax-mosaic", "flashjax-triton"] if on_gpu else ["flashjax-xla"]
     parser = argparse.ArgumentParser(prog="python -m bench.train_step", description=__doc__)
     parser.add_argument("--preset", choices=tuple(PRESETS), default="gpt2-small-1k")
     parser.add_argument("--steps", type=int, default=20, help="timed ones")
@@ -59,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--attention",
         type=lambda text: text.split(","),
-        default=[ours, "jax.nn-xla", *(["jax.nn-cudnn"] if on_gpu else [])],
+        default=[*ours, "jax.nn-xla", *(["jax.nn-cudnn"] if on_gpu else [])],
         help="flashjax-IMPLEMENTATION, jax.nn-xla, jax.nn-cudnn; comma-separated",
     )
     parser.add_argument(
@@ -92,6 +95,7 @@ def time_all(
         row = {"preset": config.preset, "text": text, "attention": attention}
         row |= {"batch": config.rows_per_step, "length": config.length}
         try:
+            refuse_many_scores(config, attention)
             row |= time_steps(config, batches, attention, text, steps)
         except Exception as error:
             row["note"] = reason_of(error)
@@ -132,9 +136,12 @@ def time_steps(
         compile_seconds = time.perf_counter() - begin
     state = jax.jit(program.start)()
     on_device = [jax.device_put(batch) for batch in batches]
+    begin = time.perf_counter()
     for i in range(WARM_UP):
         state, sums = train(state, on_device[i % len(on_device)])
-    jax.block_until_ready(sums)
+        jax.block_until_ready(sums)
+        if time.perf_counter() - begin > WARM_SECONDS:
+            break
     work = sum((work_of(batches[i % len(batches)]) for i in range(steps)), start=Work(0, 0))
     begin = time.perf_counter()
     for i in range(steps):
@@ -150,6 +157,13 @@ def time_steps(
         "loss": float(sums.nats) / max(int(sums.bytes), 1),
         "compile_seconds": compile_seconds,
     }
+
+
+def refuse_many_scores(config: Config, attention: str) -> None:
+    """XLA would first try products out on such arrays, for minutes."""
+    scores = 4 * config.batch * config.heads * config.length**2
+    if attention == "jax.nn-xla" and scores > MOST_SCORES:
+        raise NotImplementedError(f"a layer's scores would take {scores / GIB:.0f} GiB")
 
 
 @contextlib.contextmanager

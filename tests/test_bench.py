@@ -353,6 +353,9 @@ def test_training_steps_are_timed(tmp_path):
     assert rows[0]["tokens_per_second"] > 0
     assert rows[0]["memory_gib"] > 0
     assert "unknown" in rows[1]["note"]
+    assert {"gpt2-small-1k", "long-32k", "long-128k"} <= PRESETS.keys()
+    large = train_step.time_all(PRESETS["long-32k"], [batch], attentions[:1], ["packed"], steps=1)
+    assert "scores would take 128 GiB" in large[0]["note"]
     path = tmp_path / "train-step.json"
     for preset in ("tiny", "other", "tiny"):
         train_step.save(path, preset, [row | {"preset": preset} for row in rows])
