@@ -5,10 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 
-from flashjax.kernels.hopper.config import TOGETHER
+from flashjax.kernels.hopper.config import TOGETHER, held_head_dim
+
+
+def held(x: jax.Array) -> jax.Array:
+    """An array with as many head dims as kernels want in memory."""
+    more = held_head_dim(x.shape[-1]) - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, more)]) if more else x
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,11 +187,11 @@ LONG = 24
 PAIRED, PAIRS_FROM, BLOCKS_TO_HIDE_ONE = (128, 192), 12, 32
 
 
-def _within_blocks(spec: Spec, columns: int) -> bool:
-    """Whether a consumer's tiles lie within the blocks of every operand that has some."""
+def within_blocks(spec: Spec, rows: int, columns: int) -> bool:
+    """Whether a consumer's tiles of such sizes lie within the blocks of operands that have some."""
     leaves = jax.tree.leaves(spec.shapes.mask, is_leaf=is_blocked)
     return all(
-        x.block_rows % ROWS == 0 and x.block_columns % columns == 0 for x in leaves if is_blocked(x)
+        x.block_rows % rows == 0 and x.block_columns % columns == 0 for x in leaves if is_blocked(x)
     )
 
 
@@ -203,11 +203,16 @@ def _narrowed(spec: Spec, columns: int) -> bool:
 
 def heads_beside(spec: Spec) -> int:
     """How many heads' items lie beside one another: whole groups, a power of 2 of them."""
-    row = (spec.head_dim + spec.value_dim) * jnp.dtype(spec.dtype).itemsize
     masked = spec.shapes.mask is not None and spec.group == 1
-    fit = (BESIDE_MASKED if masked else BESIDE) // max(1, spec.columns * row)
+    return spec.group * groups_beside(spec, spec.columns, masked=masked)
+
+
+def groups_beside(spec: Spec, shared: int, *, masked: bool) -> int:
+    """How many key heads lie beside one another, of each of which so many rows are shared in L2."""
+    row = (spec.head_dim + spec.value_dim) * jnp.dtype(spec.dtype).itemsize
+    fit = (BESIDE_MASKED if masked else BESIDE) // max(1, shared * row)
     fit = max(1, min(MOST_HEADS // spec.group, fit))
-    return spec.group * math.gcd(1 << (fit.bit_length() - 1), spec.batch * spec.key_heads)
+    return math.gcd(1 << (fit.bit_length() - 1), spec.batch * spec.key_heads)
 
 
 def gain_of_parts(spec: Spec, config: ForwardConfig) -> float:
@@ -276,7 +281,7 @@ def forward_configs(spec: Spec, kind: str) -> tuple[ForwardConfig, ...]:
         walks = tiles.stages >= tiles.rows // ROWS and tiles.columns % ROWS == 0
         if (tiles.plain and not plain) or (guarded and not walks):
             continue
-        if not _within_blocks(spec, tiles.columns):
+        if not within_blocks(spec, ROWS, tiles.columns):
             continue
         if ragged(spec) and _narrowed(spec, tiles.columns):  # O has the parts of V
             continue

@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.kernels.hopper.buffers import held
 from flashjax.kernels.hopper.config import (
     CLUSTER,
     REGISTERS,
@@ -79,10 +80,6 @@ def forward(
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == config.consumers)(lambda: produce(call, found))
         pl.when(warpgroup < config.consumers)(lambda: consume(call, found, warpgroup))
-
-    def held(x: jax.Array) -> jax.Array:
-        more = held_head_dim(x.shape[-1]) - x.shape[-1]
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, more)]) if more else x
 
     out, lse, *parts = plgpu.kernel(
         kernel,

@@ -50,8 +50,8 @@ class Items:
     Under Causal the longest walks thus come first, and neighbours share keys and values in L2.
     Where the host can tell how long each walk is, `programs` programs share the items out so that
     all end together; `gain` is as in `shares`. With `together`, an item is of so many heads, and so
-    many programs count as one. The items of blocks of columns are of key
-    heads, and their first blocks come first.
+    many programs count as one. The items of blocks of columns are of key heads, and their first
+    blocks come first.
     """
 
     def __init__(
