@@ -17,21 +17,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.kernels.hopper import adds
 from flashjax.kernels.hopper.backward_config import (
     CONSUMERS,
     BackwardConfig,
     key_heads_beside,
-    sent,
 )
 from flashjax.kernels.hopper.backward_refs import Call, Refs
-from flashjax.kernels.hopper.buffers import Tiles
+from flashjax.kernels.hopper.buffers import Tiles, held
 from flashjax.kernels.hopper.columns import Columns, consume
 from flashjax.kernels.hopper.config import (
     REGISTERS,
     ROWS,
-    TOGETHER,
     held_head_dim,
-    padded_head_dim,
 )
 from flashjax.kernels.hopper.dims import Dims
 from flashjax.kernels.hopper.items import Items, Place
@@ -82,14 +80,10 @@ def backward(
     order = Order(spec, walker) if spec.deterministic_backward else None
     call = Call(spec, config, scorer, walker, items, order, interpret)
     given = _given(call, operands, lse, delta, d_out)
-    head = padded_head_dim(spec.head_dim)
-    sums = jnp.zeros((spec.batch, spec.heads, rows.padded, head), jnp.float32)
-    d_query, d_key, d_value, *vectors = _run(call, given, sums)
-    d_query = d_query[:, :, : spec.rows, : spec.head_dim].swapaxes(1, 2)
-    if scorer.folded:
-        d_query = d_query * jnp.float32(spec.scale)
+    sums, d_key, d_value, *vectors = _run(call, given, adds.start(call))
+    d_query = adds.finish(call, sums)
     found = Operands(
-        query=d_query.astype(spec.dtype),
+        query=d_query[..., : spec.head_dim],
         key=d_key[..., : spec.head_dim],
         value=d_value[..., : spec.value_dim],
         **in_structure(
@@ -117,10 +111,6 @@ def _given(
     if scorer.guards_columns:
         # One that a row does see has made that row's LSE NaN.
         key = _finite(key, True)
-
-    def held(x: jax.Array) -> jax.Array:
-        more = held_head_dim(x.shape[-1]) - x.shape[-1]
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, more)]) if more else x
 
     def padded(x: jax.Array) -> jax.Array:
         more = call.walker.other.padded - spec.rows
@@ -190,10 +180,6 @@ def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, ...]:
 def scratch(call: Call) -> list[Any]:
     """Shared memory and barriers, in the order of the fields of `Refs`."""
     config, buffers = call.config, call.buffers
-    # JAX's types call both abstract.
-    tiling = plgpu.TilingTransform((TOGETHER, 128 // 4))  # type: ignore[abstract]
-    swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
-    shares = [call.share(consumer) for consumer in range(CONSUMERS)]
 
     def pair(stages: int, loads: int) -> Barriers:
         full = plgpu.Barrier(num_barriers=stages, num_arrivals=loads)
@@ -202,10 +188,6 @@ def scratch(call: Call) -> list[Any]:
     vector = plgpu.SMEM((config.stages, config.rows), jnp.float32)
     return [
         [buffer and buffer.scratch() for buffer in buffers],
-        [
-            plgpu.SMEM((rows, sent(dims)), jnp.float32, transforms=(tiling, swizzle))
-            for (_, rows), (_, dims), _ in shares
-        ],
         vector,
         vector,
         plgpu.SMEM((CONSUMERS, len(call.sums), ROWS), jnp.float32) if call.sums else None,

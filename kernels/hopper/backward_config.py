@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
-import jax
 import jax.numpy as jnp
 
 from flashjax import backend
 from flashjax.kernels.hopper.config import (
     ALIGNMENT,
-    BESIDE,
-    BESIDE_MASKED,
-    MOST_HEADS,
     ROWS,
     SHARED_MEMORY,
+    groups_beside,
     padded_head_dim,
+    within_blocks,
 )
 from flashjax.kernels.sums import all_sums
 from flashjax.spec import Spec
-from flashjax.structure import is_blocked
 
 CONSUMERS = 2
 # Of a program: 64 for each consumer. Above 128 head dims no consumer's registers hold dK and dV of
@@ -55,7 +51,7 @@ BACKWARD: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     96: ((64, COLUMNS, 2, 2),),
     128: ((64, COLUMNS, 2, 2),),
     192: ((64, ROWS, 2, 2),),
-    256: ((64, ROWS, 2, 1),),
+    256: ((64, ROWS, 2, 2), (64, ROWS, 2, 1)),
 }
 
 
@@ -82,7 +78,6 @@ def shared_memory(spec: Spec, config: BackwardConfig) -> int:
         config.stages * config.rows * head * item,
         config.d_out_stages * config.rows * value * item,
         SCORES * config.rows * config.columns * item * (2 if config.by_dims else 1),
-        config.rows * (CONSUMERS * sent(head // CONSUMERS) if config.by_dims else head) * 4,
         *[4 * config.stages * config.rows] * 2,
         4 * len(all_sums(spec)) * CONSUMERS * ROWS,
         ALIGNMENT,  # barriers
@@ -97,25 +92,12 @@ def backward_configs(spec: Spec) -> tuple[BackwardConfig, ...]:
     fit = (
         config
         for config in found
-        if shared_memory(spec, config) <= SHARED_MEMORY and _within_blocks(spec, config.rows)
+        if shared_memory(spec, config) <= SHARED_MEMORY and within_blocks(spec, config.rows, ROWS)
     )
     return tuple(sorted(fit, key=lambda config: _register_rich(spec, config.rows)))
 
 
-def _within_blocks(spec: Spec, rows: int) -> bool:
-    """Whether a consumer's tiles lie within the blocks of every operand that has some."""
-    leaves = jax.tree.leaves(spec.shapes.mask, is_leaf=is_blocked)
-    return all(
-        x.block_rows % rows == 0 and x.block_columns % ROWS == 0 for x in leaves if is_blocked(x)
-    )
-
-
 def key_heads_beside(spec: Spec) -> int:
-    """How many key heads' blocks lie beside one another, as `heads_beside` counts them.
-
-    What their programs share are queries and dO.
-    """
-    row = (spec.head_dim + spec.value_dim) * jnp.dtype(spec.dtype).itemsize * spec.group
-    fit = (BESIDE if spec.shapes.mask is None else BESIDE_MASKED) // max(1, spec.rows * row)
-    fit = max(1, min(MOST_HEADS // spec.group, fit))
-    return math.gcd(1 << (fit.bit_length() - 1), spec.batch * spec.key_heads)
+    """How many key heads' blocks lie beside one another: what they share are queries and dO."""
+    masked = spec.shapes.mask is not None
+    return groups_beside(spec, spec.rows * spec.group, masked=masked)

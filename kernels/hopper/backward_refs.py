@@ -56,7 +56,6 @@ class Refs(NamedTuple):
     d_value: Any
     sums: Any  # of the operands without rows, along rows
     tiles: Buffers
-    dq: Any  # of each consumer: its share on its way out
     row_shift: Any  # of stages
     row_delta: Any
     own_sums: Any  # of each consumer and operand: on their way out; None where there are none

@@ -11,7 +11,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
+from flashjax.kernels.hopper import adds
 from flashjax.kernels.hopper.backward_config import CONSUMERS, SCORES, sent
 from flashjax.kernels.hopper.backward_refs import Call, Refs
 from flashjax.kernels.hopper.buffers import Tiles
@@ -56,7 +60,7 @@ class Step(NamedTuple):
     count: Any  # of the item's steps before it
     rows: Rows
     last: Rows  # of the step before
-    masked: bool
+    masked: Any  # a bool where the host knows
     await_next: Callable[[], None]  # for the next step's queries
 
 
@@ -69,7 +73,7 @@ class Columns:
 
     def __init__(self, call: Call, refs: Refs, consumer: int, place: Place) -> None:
         self.call, self.refs, self.place, self.consumer = call, refs, place, consumer
-        self.share, self.dq = call.share(consumer), refs.dq[consumer]
+        self.share = call.share(consumer)
         self.mine, self.rows = self.part()
         self.first = place.block * call.config.columns + self.mine.start
 
@@ -101,9 +105,10 @@ class Columns:
                 def _() -> None:
                     plgpu.barrier_wait(refs.q_bar.full.at[call.slot(before + t)])
 
-            def step(t: Any, carry: Any, masked: bool) -> Any:
+            def step(t: Any, carry: Any, masked: Any) -> Any:
                 last, sums = carry
-                tile = walk.tile(t, masked)
+                masked = masked(t) if callable(masked) else masked
+                tile = walk.tile(t, masked if isinstance(masked, bool) else None)
                 rows = Rows(tile, n, self.turn(n, tile))
                 here = Step(before + t, rows, last, masked, lambda: await_query(t + 1))
                 found = self.step(here, reader, dk_acc, dv_acc)
@@ -112,7 +117,8 @@ class Columns:
             await_query(jnp.int32(0))
             nought = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW) if call.sums else None
             carried: Any = last, (nought,) * len(call.sums)
-            for masked, begin, end in walk.all_loops():
+            # Two loops take registers for the addresses of both.
+            for masked, begin, end in walk.one_loop() if call.folds else walk.all_loops():
                 body = functools.partial(step, masked=masked)
                 carried = lax.fori_loop(begin, end, body, carried)
             last, sums = carried
@@ -130,14 +136,9 @@ class Columns:
         self.count(last)
         self.finish(dk_acc, dv_acc)
 
-    def held(self, tiles: Tiles, count: Any) -> Any:
-        """The columns' K or V, for the step after so many.
-
-        Where the compiler can tell that their place never changes, it keeps descriptors of all
-        their parts in registers, and spills them.
-        """
-        nought = lax.shift_right_arithmetic(count, jnp.int32(30))  # no walk is so long
-        return tiles.parts(nought, self.mine)
+    def held(self, tiles: Tiles) -> Any:
+        """The columns' K or V."""
+        return tiles.parts(moving(), self.mine)
 
     def scores(self, count: Any) -> Any:
         """The block's dSᵀ of a step."""
@@ -175,7 +176,6 @@ class Columns:
         for acc, part in zip(dk_acc, q, strict=True):
             plgpu.wgmma(acc, ds, part)
         plgpu.wgmma_wait(0)
-        self.count(here.last)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
         plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
         return sums
@@ -196,7 +196,7 @@ class Columns:
         def with_scores(s_acc: Any) -> Any:
             if folds:
                 s_acc[...] = tile.of_rows(vector(refs.row_shift))
-            issue = functools.partial(meet, s_acc, self.held(refs.tiles.k, here.count), q)
+            issue = functools.partial(meet, s_acc, self.held(refs.tiles.k), q)
             self.add_query(here.count - 1, here.last, issue, pending=len(q))
             plgpu.barrier_wait(refs.do_bar.full.at[self.call.d_out_slot(here.count)])
             # Its registers are those of dQ, which is on its way by now.
@@ -205,16 +205,26 @@ class Columns:
         def with_both(s_acc: Any, dp_acc: Any) -> Any:
             if folds:
                 dp_acc[...] = tile.of_rows(vector(refs.row_delta))
-            meet(dp_acc, self.held(refs.tiles.v, here.count), do)
+            meet(dp_acc, self.held(refs.tiles.v), do)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
-            scored = reader.score(s, tile, here.masked)
+            told = isinstance(here.masked, bool)
+            scored = reader.score(s, tile, told and here.masked)
+            if not told:
+                scores = lax.cond(
+                    here.masked, lambda s: reader.score(s, tile, True).scores, same, s
+                )
+                scored = scored._replace(scores=scores)
             p = reader.weights(scored, None if folds else vector(refs.row_shift), tile)
             p = lax.optimization_barrier(p)
             # It also keeps the compiler from waiting for dP before the exponentials.
             here.await_next()
-            if here.masked:  # 0 tells what is hidden, and takes no registers
-                scored = scored._replace(keep=p != 0)
+            self.count(here.last)
             d_p = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            # 0 tells what is hidden, and takes no registers.
+            if not told:
+                d_p = lax.cond(here.masked, lambda d_p: jnp.where(p != 0, d_p, 0.0), same, d_p)
+            elif here.masked:
+                scored = scored._replace(keep=p != 0)
             delta = None if folds else vector(refs.row_delta)
             pulled = reader.gradients(scored, p, delta, d_p, tile)
             # A gradient that is the same everywhere would have no layout.
@@ -245,7 +255,7 @@ class Columns:
     ) -> list[jax.Array]:
         """Some head dims of it, in the parts of K."""
         ds, rows = self.scores(count), self.share.rows
-        keys = self.refs.tiles.k.parts_of(0, *dims)
+        keys = self.refs.tiles.k.parts_of(moving(), *dims)
 
         def products(*acc: Any) -> list[jax.Array]:
             for part, own in zip(keys, acc, strict=True):
@@ -259,20 +269,13 @@ class Columns:
 
     def send(self, found: list[jax.Array], of: Rows, first: int, *, wait: bool) -> None:
         """Adds the dims from `first` on; with `wait`, when it is its turn."""
-        refs, rows, begin = self.refs, self.share.rows, 0
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what came before is out
-        for part in found:
-            self.dq.at[:, pl.ds(begin, part.shape[1])][...] = part
-            begin += part.shape[1]
-        plgpu.commit_smem()
         if wait and of.turn is not None:
             await_turn(self.counter(of), of.turn)
-        there = pl.ds(of.block * self.call.config.rows + rows[0], rows[1])
-        plgpu.copy_smem_to_gmem(
-            self.dq,
-            refs.d_query.at[self.place.batch, of.head, there, pl.ds(first, begin)],
-            reduction_op="add",
-        )
+        slab = of.block * (self.call.config.rows // ROWS) + self.share.rows[0] // ROWS
+        at = self.place.batch, of.head, slab
+        for part in found:
+            adds.add_tile(self.refs.d_query, at, first, part)
+            first += part.shape[1]
 
     def send_sums(self, head: Any, sums: Vectors) -> None:
         """Those of one query head."""
@@ -301,7 +304,6 @@ class Columns:
     def count(self, of: Rows) -> None:
         """Lets the next program add, after `send`."""
         if of.turn is not None:
-            plgpu.wait_smem_to_gmem(0)
             pass_turn(self.counter(of), lax.select(of.turn < 0, jnp.int32(0), jnp.int32(1)))
 
     def finish(self, dk_acc: Any, dv_acc: Any) -> None:
@@ -331,7 +333,28 @@ class Columns:
         return tiles.parts(0, self.mine), tiles.copies(0, dims, self.mine)
 
 
+def same(x: jax.Array) -> jax.Array:
+    return x
+
+
 def meet(acc: Any, own: Any, streamed: Any) -> None:
     """Adds the products of the columns' K or V with the rows' Q or dO."""
     for a, b in zip(own, streamed, strict=True):
         plgpu.wgmma(acc, a, b.transpose((1, 0)))
+
+
+def moving() -> Any:
+    """0, which the compiler cannot tell.
+
+    Where it can tell that a tile's place never changes, it keeps descriptors of all its parts in
+    registers, and spills them.
+    """
+    scalar = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(return_type=scalar)
+    def zero(_: Any) -> Any:
+        integer = ir.IntegerType.get_signless(32)
+        found = llvm.inline_asm(integer, [], "mov.b32 $0, 0;", "=r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return zero()

@@ -60,7 +60,6 @@ class Dims(Columns):
         plgpu.wgmma_wait(len(dk_acc))
         plgpu.barrier_arrive(refs.do_bar.empty.at[d_out_slot])
         plgpu.wgmma_wait(0)
-        self.count(here.last)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
         return sums
 

@@ -26,17 +26,16 @@ from flashjax.structure import is_blocked
 
 LIMIT = 2**24  # entries of a table of turns: 64 MiB
 
-# TMA's additions are in another proxy than the counters.
 AWAIT = (
     "{ .reg .pred early; .reg .b32 count;"
     " AGAIN: ld.acquire.gpu.global.s32 count, [$0]; setp.lt.s32 early, count, $1;"
-    " @early bra AGAIN; fence.proxy.async; }"
+    " @early bra AGAIN; }"
 )
-# By one thread of the warpgroup, all of whose threads know by now that the addition is done.
+# By one thread of the warpgroup, after all of them have added.
 PASS = (
-    "{ .reg .pred first; .reg .b32 thread; fence.proxy.async;"
+    "{ .reg .pred first; .reg .b32 thread;"
     " mov.u32 thread, %tid.x; and.b32 thread, thread, 127; setp.eq.u32 first, thread, 0;"
-    " @first red.release.gpu.global.add.s32 [$0], $1; }"
+    " @first fence.acq_rel.gpu; @first red.relaxed.gpu.global.add.s32 [$0], $1; }"
 )
 
 
@@ -133,6 +132,8 @@ def pass_turn(counter: Any, count: Any) -> None:
 
 def _inline(assembly: str, name: str, counter: Any, number: Any) -> None:
     def run(_: Any, counter: Any, number: Any) -> None:
+        if assembly is PASS:
+            mgpu.utils.warpgroup_barrier()
         pointer = mgpu.utils.memref_ptr(counter)
         operands = [pointer, number.registers.item()]
         nothing = ir.Type.parse("!llvm.void")

@@ -155,3 +155,12 @@ class Walk:
         if self._descends:
             found = [(x, self.total - end, self.total - begin) for x, begin, end in found[::-1]]
         return found
+
+    def one_loop(self) -> list[tuple[Any, Any, Any]]:
+        """The same as one loop: where it has tiles of both kinds, a function of the step tells."""
+        found = self.all_loops()
+        if len(found) < 2:
+            return found
+        (first_masked, _, turn), _ = found
+        masked = (lambda t: t < turn) if first_masked else (lambda t: t >= turn)
+        return [(masked, jnp.int32(0), self.total)]

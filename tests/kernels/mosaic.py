@@ -37,7 +37,7 @@ def install() -> None:
     Interpreter.interpret = interpret
     Interpreter._interpret_wgmma_accumulator_deref_p = load_or_store
     Interpreter._interpret_wgmma_ref_p = product
-    Interpreter._interpret_inline_mgpu_p = counter
+    Interpreter._interpret_inline_mgpu_p = assembly
     gpu_callbacks.copy_smem_to_gmem = copy_or_add
 
 
@@ -88,20 +88,36 @@ def product(self: Any, eqn: Any, token: Any, invals: Any) -> Any:
     return _call(self, eqn, token, _multiplied, operands=pairs), []
 
 
-def counter(self: Any, eqn: Any, token: Any, invals: Any) -> Any:
-    """Waiting for a turn and passing it on, of all that is written in assembly."""
-    place, number, *leaves = invals()
-    (transforms, _), found = eqn.params["pytree_ref_transforms"].unflatten(leaves), eqn.invars[0]
-    operand = jaxpr_interpret.resolve_ref(found.aval, place, transforms)
-    fn = {"await_turn": _awaited, "pass_turn": _passed}[eqn.params["mgpu_fn"].__name__]
-    return _call(self, eqn, token, fn, operand=operand, number=number), []
+def assembly(self: Any, eqn: Any, token: Any, invals: Any) -> Any:
+    """What kernels do in assembly, most of it to global memory, by its function's name."""
+    if eqn.params["mgpu_fn"].__name__ == "zero":
+        return token, [np.int32(0)]
+    count = eqn.params["pytree_args"].num_leaves
+    (place, *values), leaves = (given := invals())[:count], given[count:]
+    own, found = eqn.params["pytree_ref_transforms"].unflatten(leaves)[0], eqn.invars[0]
+    operand = jaxpr_interpret.resolve_ref(found.aval, place, own)
+    name, *first = eqn.params["mgpu_fn"].__name__.split()
+    if not first:
+        fn = {"await_turn": _awaited, "pass_turn": _passed}[name]
+        return _call(self, eqn, token, fn, operand=operand, value=values[0]), []
+    index, *values = values
+    more = {"operand": operand, "index": index, "first": np.int32(first[0])}
+    if name == "load_tile":
+        out = eqn.outvars[0].aval
+        token, tile = _call(self, eqn, token, _loaded_tile, like=out, shape=out.shape, **more)
+        return token, [tile]
+    fn = {"add_tile": _added_tile, "store_tile": _stored_tile}[name]
+    return _call(self, eqn, token, fn, value=values[0], **more), []
 
 
-def _call(interpreter: Any, eqn: Any, token: Any, fn: Any, **operands: Any) -> Any:
-    """The token after `fn` has run, in its turn, for the equation's thread."""
+def _call(
+    interpreter: Any, eqn: Any, token: Any, fn: Any, like: Any = None, **operands: Any
+) -> Any:
+    """The token after `fn` has run, in its turn, for the equation's thread; with what is `like`."""
+    only = gpu_callbacks.TOKEN_SHAPE_DTYPE
     return callback.io_callback(
         functools.partial(fn, eqn.source_info),
-        gpu_callbacks.TOKEN_SHAPE_DTYPE,
+        only if like is None else (only, like),
         token=token,
         mesh=interpreter.mesh_location,
         thread=interpreter.thread,
@@ -170,19 +186,72 @@ def _multiplied(source: Any, *, token: Any, mesh: Any, thread: Any, operands: An
 
 
 @gpu_callbacks.fail_on_exception
-def _awaited(source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, number: Any) -> Any:
+def _awaited(source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, value: Any) -> Any:
     """Programs run one after the other, so that it is their turn when they ask."""
     _, _, done = Where(mesh, thread, source).read(operand)
-    assert number in (-1, done), f"{done} additions are done, and the turn is {number}"
+    assert value in (-1, done), f"{done} additions are done, and the turn is {value}"
     return token
 
 
 @gpu_callbacks.fail_on_exception
-def _passed(source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, number: Any) -> Any:
+def _passed(source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, value: Any) -> Any:
     where = Where(mesh, thread, source)
     key, place, done = where.read(operand)
-    where.store(key, place, done + np.asarray(number))
+    where.store(key, place, done + np.asarray(value))
     return token
+
+
+def _in_pieces(tile: Any) -> Any:
+    """A tile of 64 rows as it lies in global memory: by threads, not by rows."""
+    # Warps, halves of their rows, rows; pieces, halves of their dims, threads, pairs.
+    apart = np.asarray(tile).reshape(4, 2, 8, -1, 2, 4, 2)
+    return apart.transpose(3, 1, 0, 2, 5, 4, 6).reshape(-1, 1024)
+
+
+def _in_rows(pieces: Any) -> Any:
+    """The other way round."""
+    apart = pieces.reshape(-1, 2, 4, 8, 4, 2, 2).transpose(2, 1, 3, 0, 5, 4, 6)
+    return apart.reshape(64, -1)
+
+
+def _pieces(content: Any, index: Any, first: Any, dims: int) -> Any:
+    """Where they lie in the content of the sums' memory."""
+    begin = int(first) // 16
+    return content.reshape(-1, *content.shape[-2:])[int(index), begin : begin + dims // 16]
+
+
+@gpu_callbacks.fail_on_exception
+def _added_tile(
+    source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, index: Any, first: Any,
+    value: Any,
+) -> Any:  # fmt: skip
+    where = Where(mesh, thread, source)
+    with _one_adds:
+        key, place, content = where.read(operand)
+        _pieces(content, index, first, value.shape[1])[...] += _in_pieces(value)
+        where.store(key, place, content)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _stored_tile(
+    source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, index: Any, first: Any,
+    value: Any,
+) -> Any:  # fmt: skip
+    where = Where(mesh, thread, source)
+    key, place, content = where.read(operand)
+    _pieces(content, index, first, value.shape[1])[...] = _in_pieces(value)
+    where.store(key, place, content)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _loaded_tile(
+    source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, index: Any, first: Any,
+    shape: Any,
+) -> Any:  # fmt: skip
+    content = Where(mesh, thread, source).read(operand)[2]
+    return token, _in_rows(_pieces(content, index, first, int(shape[1])))
 
 
 class Add(gpu_callbacks.AsyncCopySmemToGmemTask):  # type: ignore[misc]
