@@ -58,8 +58,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("capability", "dtype", "width", "forward", "backward"),
     [
-        ("9.0", jnp.bfloat16, 64, "mosaic", "triton"),
-        ("9.0", jnp.float16, 256, "mosaic", "triton"),
+        ("9.0", jnp.bfloat16, 64, "mosaic", "mosaic"),
+        ("9.0", jnp.float16, 256, "mosaic", "mosaic"),
         ("9.0", jnp.float32, 64, "triton", "triton"),
         ("8.0", jnp.bfloat16, 64, "triton", "triton"),
     ],

@@ -30,15 +30,10 @@ from flashjax.varying import cast_varying, varying_axes
 
 @dataclasses.dataclass(frozen=True)
 class Hopper:
-    """``interpret`` is what Pallas's interpreter of GPU kernels takes, on any device: for tests.
-
-    `with_backward`: the backward is offered. It is not by default before all tests have run on a
-    GPU with it.
-    """
+    """``interpret`` is what Pallas's interpreter of GPU kernels takes, on any device: for tests."""
 
     interpret: Any = None
     name: str = "mosaic"
-    with_backward: bool = False
 
     @property
     def platform(self) -> str | None:
@@ -49,8 +44,6 @@ class Hopper:
             other = other_gpu(device, "Mosaic GPU", CAPABILITIES)
             if other is not None:
                 return other
-        if backward and not self.with_backward:
-            return OtherDevice("the Mosaic GPU backward has yet to pass all tests on a GPU")
         reason = _wrong_operands(spec) or unknown_function(spec, MOSAIC, backward=backward)
         if reason is None and backward:
             reason = _without_backward(spec)
@@ -63,7 +56,7 @@ class Hopper:
 
     def configs(self, spec: Spec, device: Device, *, backward: bool = False) -> tuple[Config, ...]:
         if backward:
-            return backward_configs(spec) if self.with_backward else ()
+            return backward_configs(spec)
         return forward_configs(spec, device.kind)
 
     def forward(

@@ -64,7 +64,7 @@ def gradients(
 
     With `more`, fields of `Operands`, also those of the case's operands.
     """
-    backend = Hopper(mosaic.params(), with_backward=True)
+    backend = Hopper(mosaic.params())
 
     def run(inputs: Any, operands: Any, arrays: Any, out: Any, lse: Any, cotangents: Any) -> Any:
         bound = bind(*inputs, Arguments(**said(case, operands, arrays)))
@@ -290,23 +290,13 @@ def spec_of(width: int, value: int, length: int = 1024, **arguments: Any) -> Spe
 )
 def test_a_configuration_is_offered_and_fits(width: int, value: int) -> None:
     spec = wanting(spec_of(width, value, is_causal=True))
-    offered = Hopper(with_backward=True).configs(spec, H200, backward=True)
+    offered = Hopper().configs(spec, H200, backward=True)
     assert offered
     for config in offered:
         assert isinstance(config, BackwardConfig)
         assert shared_memory(spec, config) <= 227 * 1024
 
 
-@pytest.fixture
-def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The backward is planned with."""
-    plan.plan.cache_clear()
-    monkeypatch.setitem(plan.BACKENDS, "mosaic", lambda: Hopper(with_backward=True))
-    yield
-    plan.plan.cache_clear()
-
-
-@pytest.mark.usefixtures("offered")
 def test_what_it_cannot_do_triton_does() -> None:
     """And the forward stays."""
     others = {
@@ -346,7 +336,6 @@ def test_walks_of_columns_take_every_tile_once() -> None:
         assert inside == set(range(first_full, rows.count - 1))  # the last row block is ragged
 
 
-@pytest.mark.usefixtures("offered")
 @pytest.mark.parametrize("width", [64, 128])
 def test_sums_lower_for_a_gpu(width: int) -> None:
     x = jax.ShapeDtypeStruct((1, 77, 2, width), BF16)
@@ -367,7 +356,6 @@ def test_sums_lower_for_a_gpu(width: int) -> None:
     assert "flashjax_backward_key" not in lowered  # Triton's
 
 
-@pytest.mark.usefixtures("offered")
 @pytest.mark.parametrize(
     ("rows", "width"), [(8, 64), (1, 128), (77, 64), (77, 96), (256, 128), (77, 192), (256, 256)]
 )
@@ -393,7 +381,7 @@ def test_strict_promotion() -> None:
 
     def run(q: Any, k: Any, lse: Any) -> Any:
         bound = bind(q, k, k, Arguments(is_causal=True, logits_soft_cap=4.0))
-        backend, spec = Hopper(mosaic.params(), with_backward=True), wanting(bound.spec)
+        backend, spec = Hopper(mosaic.params()), wanting(bound.spec)
         (config,) = backend.configs(spec, H200, backward=True)[:1]
         return backend.backward(spec, config, bound.operands, lse, lse, q)
 
