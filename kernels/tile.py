@@ -38,7 +38,10 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     transposed: bool = False
-    block: int = 0  # columns of the block that it is a part of, if more than its own
+    block: tuple[int, int] = (
+        0,
+        0,
+    )  # rows and columns of what it is a part of, if more than its own
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,9 +95,10 @@ class Pulled(NamedTuple):
 def inside(spec: Spec, tile: Tile) -> tuple[jax.Array | None, jax.Array | None]:
     """Which of the tile's rows and columns exist; None where all do."""
     rows = columns = None
-    if spec.rows % tile.rows:
+    block_rows, block_columns = tile.block
+    if spec.rows % (block_rows or tile.rows):
         rows = tile.row + lax.iota(jnp.int32, tile.rows) < spec.rows
-    if spec.columns % (tile.block or tile.columns):
+    if spec.columns % (block_columns or tile.columns):
         columns = tile.column + lax.iota(jnp.int32, tile.columns) < spec.columns
     return rows, columns
 

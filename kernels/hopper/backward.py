@@ -104,13 +104,14 @@ def _given(
     """Without the NaN and inf of rows that see nothing and of columns that no row sees."""
     spec, scorer = call.spec, call.scorer
     query, key = operands.query, operands.key
+    # What is seen and infinite, yet has a weight, made LSE NaN; without one it stays far from 0.
     if scorer.guards_rows:
         nothing = -jnp.inf if operands.sinks is None else operands.sinks[..., 0]
         unseeing = (lse == nothing).swapaxes(1, 2)[..., None]
-        query, d_out = (_finite(x, unseeing) for x in (query, d_out))
+        query = jnp.where(unseeing, jnp.nan_to_num(query), query)
+        d_out = jnp.where(unseeing & ~jnp.isfinite(d_out), jnp.zeros_like(d_out), d_out)
     if scorer.guards_columns:
-        # One that a row does see has made that row's LSE NaN.
-        key = _finite(key, True)
+        key = jnp.nan_to_num(key)
 
     def padded(x: jax.Array) -> jax.Array:
         more = call.walker.other.padded - spec.rows
@@ -122,10 +123,6 @@ def _given(
         shift, delta = shift * (-1 / unit), -delta
     value = held(operands.value)
     return Given(held(query), held(key), value, held(d_out), padded(shift), padded(delta))
-
-
-def _finite(x: jax.Array, where: Any) -> jax.Array:
-    return jnp.where(where & ~jnp.isfinite(x), jnp.zeros_like(x), x)
 
 
 def _run(call: Call, given: Given, sums: jax.Array) -> tuple[jax.Array, ...]:

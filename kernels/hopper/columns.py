@@ -168,7 +168,8 @@ class Columns:
         Thus no consumer waits for the other's part of dS.
         """
         refs, slot = self.refs, self.call.slot(here.count)
-        q, do = refs.tiles.q.parts(slot), refs.tiles.do.parts(slot)
+        d_out_slot = self.call.d_out_slot(here.count)
+        q, do = refs.tiles.q.parts(slot), refs.tiles.do.parts(d_out_slot)
         p, ds, sums = self.weigh(here, reader, q, do)
         for acc, part in zip(dv_acc, do, strict=True):
             plgpu.wgmma(acc, p, part)
@@ -177,7 +178,7 @@ class Columns:
             plgpu.wgmma(acc, ds, part)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
-        plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
+        plgpu.barrier_arrive(refs.do_bar.empty.at[d_out_slot])
         return sums
 
     def weigh(
@@ -187,7 +188,8 @@ class Columns:
         refs, config, folds = self.refs, self.call.config, self.call.folds
         slot, dtype = self.call.slot(here.count), self.call.spec.dtype
         row, rows = here.rows.block * config.rows + self.rows.start, self.rows.size
-        tile = Tile(row, self.first, rows, ROWS, transposed=True, block=config.columns)
+        block = config.rows, config.columns
+        tile = Tile(row, self.first, rows, ROWS, transposed=True, block=block)
 
         def vector(ref: Any) -> jax.Array:
             found: jax.Array = plgpu.load(ref.at[slot, self.rows], layout=COLUMN)

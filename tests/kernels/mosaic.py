@@ -180,7 +180,7 @@ def _multiplied(source: Any, *, token: Any, mesh: Any, thread: Any, operands: An
     left = np.asarray(a[0]) if a[1] is None else where.read(a, clock)[2]
     right = where.read(b, clock)[2]
     key, place, before = where.read(acc)
-    with np.errstate(invalid="ignore"):  # infinities that are hidden later
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities that are hidden later
         where.store(key, place, before + np.matmul(left, right, dtype=before.dtype))
     return token
 

@@ -276,6 +276,39 @@ def test_what_is_hidden_never_arrives(sinks: tuple[str, ...]) -> None:
         assert same_bits(x, expected[name]), name
 
 
+@pytest.mark.parametrize("whose", ["query", "key"])
+def test_what_is_infinite_and_has_no_weight(whose: str) -> None:
+    """All of its scores are −inf: the same bits as where the mask hides it."""
+    shape = Shape(1, 34, 140, 1, 1, 64, 64)
+    made = case(shape, BF16)
+    seen = np.ones(shape.logits, bool)
+    seen[..., 130:] = False
+    less = seen.copy()
+    less[(..., 20, slice(None)) if whose == "query" else (..., 20)] = False
+    arrays = {"query": np.array(made.query), "key": np.array(made.key)}
+    other = arrays["key" if whose == "query" else "query"]
+    other[..., 3] = -abs(other[..., 3]) - 1
+
+    def masked(keep: Any) -> Case:
+        return Case(**arrays, value=made.value, arguments={"mask": keep}, options={"keep": keep})
+
+    clean = masked(less)
+    expected = gradients(clean)
+    arrays = {name: np.array(x) for name, x in arrays.items()}
+    arrays[whose][0, 20, 0, 3] = np.inf
+    spoilt = masked(seen)
+    spoilt.__dict__["judge"] = clean.judge
+    for name, x in gradients(spoilt).items():
+        assert same_bits(x, expected[name]), name
+
+
+def test_rows_past_the_end_of_half_a_block() -> None:
+    """Above 128 head dims a consumer's rows may all lie there, and a bias has no LSE beside it."""
+    bias = np.full((1, 1, 1, 72), 100.0, np.float32)
+    made = case(Shape(1, 96, 72, 1, 1, 192, 64), BF16, operands={"bias": bias})
+    made.judge.hold(gradients(made))
+
+
 def spec_of(width: int, value: int, length: int = 1024, **arguments: Any) -> Spec:
     x = jax.ShapeDtypeStruct((1, length, 8, width), BF16)
     v = jax.ShapeDtypeStruct((1, length, 8, value), BF16)
