@@ -271,13 +271,13 @@ MEMORY = tuple(
 # Apart from the others: forward and backward are 8 PFLOP.
 MILLION = (_square("memory-1M", 1, 2**20, 8, 128),)
 
-# 16k tokens a batch and 2048 features, as in published plots of speed against length.
 # Where T is small, K and V repeated for all query heads would be most of the memory.
 GROUPED = (
     Workload("grouped-1k-32k", 1, 1024, 32768, 64, 8, 128, 128, "full"),
     _square("grouped-16k", 1, 16384, 64, 128, key_heads=8),
 )
 
+# 16k tokens a batch and 2048 features, as in published plots of speed against length.
 LENGTHS = tuple(
     _square(f"length-h{h}-{_thousands(n)}", max(1, 16384 // n), n, 2048 // h, h)
     for h in (64, 128, 256)

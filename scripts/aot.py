@@ -237,7 +237,7 @@ def fault(program: Program, found: Measured) -> str | None:
     if program.name == "mosaic":
         limit = HOPPER_GUARDED_SPILL_LIMIT if guards(program.call.spec) else 0
     elif program.name == "fused":
-        limit = FUSED_SPILL_LIMIT
+        limit = FUSED_SPILL_LIMIT * (program.call.mask != "none")
     elif program.call.mask in RARE_MASKS:
         limit = GUARDED_SPILL_LIMIT
     elif plain(program.config) == plain(ForwardConfig(*config.SMALLEST)):

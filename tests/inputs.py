@@ -272,7 +272,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> Non
     forward, query = ForwardConfig(16, 32, 4, 1), ForwardConfig(32, 16, 4, 1)
     backward = BackwardConfig(16, 32, 4, 2, query)
     hopper = hopper_config.ForwardConfig(128, 64, 2, False, 0)
-    fused = HopperBackward(64, 128, 2, 2)
+    fused = HopperBackward(64, 128, 2)
     monkeypatch.setattr(hopper_backend, "forward_configs", lambda *_: (hopper,))
     monkeypatch.setattr(hopper_backend, "backward_configs", lambda *_: (fused,))
     monkeypatch.setattr(triton_backend, "forward_configs", lambda *_: (forward,))

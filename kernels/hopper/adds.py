@@ -22,21 +22,30 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from flashjax.kernels.hopper.backward_refs import Call
 from flashjax.kernels.hopper.config import ROWS, held_head_dim
-from flashjax.kernels.hopper.layouts import TILE
+from flashjax.kernels.hopper.layouts import SCALAR, TILE
 
 DIMS = 16  # of a piece
 PIECE = ROWS * DIMS
-SCALAR = plgpu.Layout.WG_SPLAT(())
 # Of four floats at a place in bytes, constant but for the thread's own.
 ADD = "red.relaxed.gpu.global.add.v4.f32 [$0 + {place}], {{$1, $2, $3, $4}};"
 STORE = "st.global.v4.f32 [$0 + {place}], {{$1, $2, $3, $4}};"
 LOAD = "ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4 + {place}];"
+
+At = tuple[Any, Any, Any]  # batch member, head and block of 64 rows
 
 
 def shape(call: Call) -> tuple[int, ...]:
     """(B, N, blocks of 64 rows, pieces, 1024)."""
     spec, rows = call.spec, call.walker.other.padded
     return spec.batch, spec.heads, rows // ROWS, call.buffers.k.dim // DIMS, PIECE
+
+
+def place(call: Call) -> At:
+    """What a program writes or reads."""
+    _, heads, slabs, *_ = (jnp.int32(x) for x in shape(call))
+    member = lax.div(lax.axis_index("program"), slabs)
+    slab = lax.rem(lax.axis_index("program"), slabs)
+    return lax.div(member, heads), lax.rem(member, heads), slab
 
 
 def start(call: Call) -> jax.Array:
@@ -93,9 +102,6 @@ def finish(call: Call, sums: jax.Array) -> jax.Array:
     )
     out: jax.Array = run(sums)
     return out
-
-
-At = tuple[Any, Any, Any]  # batch member, head and block of 64 rows
 
 
 def add_tile(sums: Any, at: At, first: int, tile: jax.Array) -> None:
@@ -176,11 +182,3 @@ def _of_thread(sums: Any, index: Any, first: int) -> Any:
 def _places(shape: tuple[int, ...]) -> list[int]:
     """Of a tile's pieces, in bytes."""
     return [piece * PIECE * 4 for piece in range(shape[1] // DIMS)]
-
-
-def place(call: Call) -> tuple[Any, Any, Any]:
-    """Batch member, head and block of 64 rows of a program."""
-    _, heads, slabs, *_ = (jnp.int32(x) for x in shape(call))
-    member = lax.div(lax.axis_index("program"), slabs)
-    slab = lax.rem(lax.axis_index("program"), slabs)
-    return lax.div(member, heads), lax.rem(member, heads), slab

@@ -190,7 +190,7 @@ def scratch(call: Call) -> list[Any]:
         plgpu.SMEM((CONSUMERS, len(call.sums), ROWS), jnp.float32) if call.sums else None,
         plgpu.Barrier(num_arrivals=len(buffers.k.widths) + len(buffers.v.widths)),
         pair(config.stages, len(buffers.q.widths) + 2),
-        pair(config.d_out_stages, len(buffers.do.widths)),
+        pair(config.stages, len(buffers.do.widths)),
         plgpu.Barrier(num_arrivals=CONSUMERS),
         plgpu.Barrier(num_arrivals=CONSUMERS),
     ]
@@ -223,17 +223,16 @@ def produce(call: Call, refs: Refs) -> None:
                 slot, rows = call.slot(step), call.rows(walk.tile(t))
                 at, full = (batch, rows, n), refs.q_bar.full.at[slot]
 
-                def await_slot(barriers: Barriers, slot: Any, stages: int) -> None:
-                    @pl.when(step >= stages)
+                def await_slot(barriers: Barriers) -> None:
+                    @pl.when(step >= config.stages)
                     def _() -> None:
                         plgpu.barrier_wait(barriers.empty.at[slot])
 
-                await_slot(refs.q_bar, slot, config.stages)
+                await_slot(refs.q_bar)
                 load_tile(refs.query, at, tiles.q, slot, call.head_dims, full)
                 vectors = ((refs.shift, refs.row_shift), (refs.delta, refs.row_delta))
                 load([(x.at[batch, n, rows], here.at[slot]) for x, here in vectors], full)
-                slot = call.d_out_slot(step)
-                await_slot(refs.do_bar, slot, config.d_out_stages)
+                await_slot(refs.do_bar)
                 full = refs.do_bar.full.at[slot]
                 load_tile(refs.d_out, at, tiles.do, slot, call.value_dims, full)
 
@@ -249,8 +248,8 @@ def produce(call: Call, refs: Refs) -> None:
 def _observe(call: Call, refs: Refs, steps: Any) -> None:
     """JAX's interpreter wants a thread that waits on a barrier to see all of its completions."""
     config = call.config
-    for bar, stages in ((refs.q_bar, config.stages), (refs.do_bar, config.d_out_stages)):
-        for slot in range(stages):
+    for bar in (refs.q_bar, refs.do_bar):
+        for slot in range(config.stages):
 
             @pl.when(slot < steps)
             def _(empty: Any = bar.empty, slot: int = slot) -> None:

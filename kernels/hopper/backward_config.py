@@ -28,13 +28,9 @@ SENT = 96  # dims of dQ that leave at once, or half of a consumer's share
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig(backend.Config):
-    """A program keeps `columns` while blocks of `rows` stream through `stages` buffers.
-
-    Those of dO have a number of their own.
-    """
+    """A program keeps `columns` while blocks of `rows` stream through `stages` buffers."""
 
     stages: int
-    d_out_stages: int
 
     @property
     def by_dims(self) -> bool:
@@ -42,16 +38,16 @@ class BackwardConfig(backend.Config):
         return self.columns == ROWS
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, {self.stages} and {self.d_out_stages} stages"
+        return f"{super().__str__()}, {self.stages} stages"
 
 
 # Rows, columns and stages by the larger of the padded head dims, best first.
-BACKWARD: dict[int, tuple[tuple[int, int, int, int], ...]] = {
-    64: ((128, COLUMNS, 2, 2), (64, COLUMNS, 2, 2)),
-    96: ((64, COLUMNS, 2, 2),),
-    128: ((64, COLUMNS, 2, 2),),
-    192: ((64, ROWS, 2, 2),),
-    256: ((64, ROWS, 2, 2), (64, ROWS, 2, 1)),
+BACKWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
+    64: ((128, COLUMNS, 2), (64, COLUMNS, 2)),
+    96: ((64, COLUMNS, 2),),
+    128: ((64, COLUMNS, 2),),
+    192: ((64, ROWS, 2),),
+    256: ((64, ROWS, 2),),
 }
 
 
@@ -76,7 +72,7 @@ def shared_memory(spec: Spec, config: BackwardConfig) -> int:
         config.columns * head * item,
         config.columns * value * item,
         config.stages * config.rows * head * item,
-        config.d_out_stages * config.rows * value * item,
+        config.stages * config.rows * value * item,
         SCORES * config.rows * config.columns * item * (2 if config.by_dims else 1),
         *[4 * config.stages * config.rows] * 2,
         4 * len(all_sums(spec)) * CONSUMERS * ROWS,

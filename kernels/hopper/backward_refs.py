@@ -123,7 +123,7 @@ class Call:
                 for x, own in zip((k, v), shares, strict=True)
             )
         q = dataclasses.replace(k, count=config.stages, rows=config.rows)
-        do = dataclasses.replace(v, count=config.d_out_stages, rows=config.rows)
+        do = dataclasses.replace(v, count=config.stages, rows=config.rows)
         # Both sides of a product, as dS · K, have one swizzle.
         ds = dataclasses.replace(k, count=SCORES, dim=config.rows, ragged=False, part=None)
         return Buffers(k, v, q, do, ds, ds if config.by_dims else None)
@@ -173,9 +173,6 @@ class Call:
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.config.stages))
-
-    def d_out_slot(self, step: Any) -> Any:
-        return lax.rem(step, jnp.int32(self.config.d_out_stages))
 
     def rows(self, tile: Any) -> Any:
         return pl.ds(tile * self.config.rows, self.config.rows)

@@ -21,7 +21,7 @@ from flashjax.kernels.hopper.backward_refs import Call, Refs
 from flashjax.kernels.hopper.buffers import Tiles
 from flashjax.kernels.hopper.config import REGISTERS, ROWS
 from flashjax.kernels.hopper.items import Place
-from flashjax.kernels.hopper.layouts import COLUMN, ROW, TILE
+from flashjax.kernels.hopper.layouts import COLUMN, ROW, SCALAR, TILE
 from flashjax.kernels.hopper.order import await_turn, pass_turn
 from flashjax.kernels.tile import Reader, Tile
 
@@ -168,8 +168,7 @@ class Columns:
         Thus no consumer waits for the other's part of dS.
         """
         refs, slot = self.refs, self.call.slot(here.count)
-        d_out_slot = self.call.d_out_slot(here.count)
-        q, do = refs.tiles.q.parts(slot), refs.tiles.do.parts(d_out_slot)
+        q, do = refs.tiles.q.parts(slot), refs.tiles.do.parts(slot)
         p, ds, sums = self.weigh(here, reader, q, do)
         for acc, part in zip(dv_acc, do, strict=True):
             plgpu.wgmma(acc, p, part)
@@ -178,7 +177,7 @@ class Columns:
             plgpu.wgmma(acc, ds, part)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
-        plgpu.barrier_arrive(refs.do_bar.empty.at[d_out_slot])
+        plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
         return sums
 
     def weigh(
@@ -200,7 +199,7 @@ class Columns:
                 s_acc[...] = tile.of_rows(vector(refs.row_shift))
             issue = functools.partial(meet, s_acc, self.held(refs.tiles.k), q)
             self.add_query(here.count - 1, here.last, issue, pending=len(q))
-            plgpu.barrier_wait(refs.do_bar.full.at[self.call.d_out_slot(here.count)])
+            plgpu.barrier_wait(refs.do_bar.full.at[slot])
             # Its registers are those of dQ, which is on its way by now.
             return pl.run_scoped(functools.partial(with_both, s_acc), products)
 
@@ -351,7 +350,7 @@ def moving() -> Any:
     Where it can tell that a tile's place never changes, it keeps descriptors of all its parts in
     registers, and spills them.
     """
-    scalar = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT(()))
+    scalar = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
 
     @plgpu.inline_mgpu(return_type=scalar)
     def zero(_: Any) -> Any:

@@ -46,19 +46,19 @@ class Dims(Columns):
 
     def step(self, here: Step, reader: Reader, dk_acc: Any, dv_acc: Any) -> Vectors:
         refs, call, share = self.refs, self.call, self.share
-        slot, d_out_slot = call.slot(here.count), call.d_out_slot(here.count)
+        slot = call.slot(here.count)
         q, do = refs.tiles.q, refs.tiles.do
-        mine = q.parts(slot, self.rows), do.parts(d_out_slot, self.rows)
+        mine = q.parts(slot, self.rows), do.parts(slot, self.rows)
         p, ds, sums = self.weigh(here, reader, *mine)
         self.share_scores(here.count, ds, p)
         for own, scores, parts in (
-            (dv_acc, self.weights(here.count), do.parts_of(d_out_slot, *share.values)),
+            (dv_acc, self.weights(here.count), do.parts_of(slot, *share.values)),
             (dk_acc, self.scores(here.count), q.parts_of(slot, *share.dims)),
         ):
             for acc, part in zip(own, parts, strict=True):
                 plgpu.wgmma(acc, scores, part)
         plgpu.wgmma_wait(len(dk_acc))
-        plgpu.barrier_arrive(refs.do_bar.empty.at[d_out_slot])
+        plgpu.barrier_arrive(refs.do_bar.empty.at[slot])
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.q_bar.empty.at[slot])
         return sums

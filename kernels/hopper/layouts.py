@@ -7,3 +7,4 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 TILE = plgpu.Layout.WGMMA
 VECTORS = ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
+SCALAR = plgpu.Layout.WG_SPLAT(())

@@ -19,6 +19,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from flashjax.kernels.hopper.layouts import SCALAR
 from flashjax.kernels.hopper.walk import Walker
 from flashjax.masks import Blocks, Lists, Mask, Schedule, schedule
 from flashjax.spec import Spec
@@ -122,17 +123,19 @@ def _table(mask: Mask, rows: Blocks, columns: Blocks) -> np.ndarray[Any, Any] | 
 
 def await_turn(counter: Any, turn: Any) -> None:
     """Waits until so many additions are done."""
-    _inline(AWAIT, "await_turn", counter, turn)
+    _inline(AWAIT, "await_turn", counter, turn, together=False)
 
 
 def pass_turn(counter: Any, count: Any) -> None:
     """Counts `count` more."""
-    _inline(PASS, "pass_turn", counter, count)
+    _inline(PASS, "pass_turn", counter, count, together=True)
 
 
-def _inline(assembly: str, name: str, counter: Any, number: Any) -> None:
+def _inline(assembly: str, name: str, counter: Any, number: Any, *, together: bool) -> None:
+    """With `together`, when all threads of the warpgroup have come."""
+
     def run(_: Any, counter: Any, number: Any) -> None:
-        if assembly is PASS:
+        if together:
             mgpu.utils.warpgroup_barrier()
         pointer = mgpu.utils.memref_ptr(counter)
         operands = [pointer, number.registers.item()]
@@ -140,5 +143,4 @@ def _inline(assembly: str, name: str, counter: Any, number: Any) -> None:
         llvm.inline_asm(nothing, operands, assembly, "l,r,~{memory}", has_side_effects=True)
 
     run.__name__ = name  # by which the tests' interpreter knows it
-    types = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
-    plgpu.inline_mgpu(arg_types=types)(run)(counter, number)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))(run)(counter, number)

@@ -17,7 +17,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from flashjax.kernels.hopper.layouts import ROW, TILE
+from flashjax.kernels.hopper.layouts import ROW, SCALAR, TILE
 
 # NaN is beyond any limit (gtu): a row of them decides for its warp.
 WARP = (
@@ -54,7 +54,7 @@ def _vote(rows: jax.Array, assembly: str) -> jax.Array:
 
 
 def _vote_beyond(x: jax.Array, limit: float, assembly: str, layout: Any) -> jax.Array:
-    scalar = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT(()))
+    scalar = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=scalar)
     def vote(_: Any, x: Any) -> Any:

@@ -106,8 +106,8 @@ def assembly(self: Any, eqn: Any, token: Any, invals: Any) -> Any:
         out = eqn.outvars[0].aval
         token, tile = _call(self, eqn, token, _loaded_tile, like=out, shape=out.shape, **more)
         return token, [tile]
-    fn = {"add_tile": _added_tile, "store_tile": _stored_tile}[name]
-    return _call(self, eqn, token, fn, value=values[0], **more), []
+    more["adds"] = np.bool_({"add_tile": True, "store_tile": False}[name])
+    return _call(self, eqn, token, _written_tile, value=values[0], **more), []
 
 
 def _call(
@@ -221,27 +221,17 @@ def _pieces(content: Any, index: Any, first: Any, dims: int) -> Any:
 
 
 @gpu_callbacks.fail_on_exception
-def _added_tile(
+def _written_tile(
     source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, index: Any, first: Any,
-    value: Any,
+    value: Any, adds: Any,
 ) -> Any:  # fmt: skip
+    """Stored, or added to what is there."""
     where = Where(mesh, thread, source)
     with _one_adds:
         key, place, content = where.read(operand)
-        _pieces(content, index, first, value.shape[1])[...] += _in_pieces(value)
+        there, own = _pieces(content, index, first, value.shape[1]), _in_pieces(value)
+        there[...] = there + own if adds else own
         where.store(key, place, content)
-    return token
-
-
-@gpu_callbacks.fail_on_exception
-def _stored_tile(
-    source: Any, *, token: Any, mesh: Any, thread: Any, operand: Any, index: Any, first: Any,
-    value: Any,
-) -> Any:  # fmt: skip
-    where = Where(mesh, thread, source)
-    key, place, content = where.read(operand)
-    _pieces(content, index, first, value.shape[1])[...] = _in_pieces(value)
-    where.store(key, place, content)
     return token
 
 
